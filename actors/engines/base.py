@@ -1,0 +1,90 @@
+"""What every engine offers to the rollout loop: submit, step, and swap weights between two steps.
+
+    submit(requests) ─► step() ─► completions          (tokens in, tokens out; log-probabilities and versions per token)
+                          ▲
+    load_weights(v) ──────┘ between two steps: running requests go on, later tokens carry version v
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from async_rl.weights.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """``num_samples`` completions of one prompt."""
+
+    id: int
+    """Unique among the requests in flight; the ticket's ordinal in the rollout loop."""
+    prompt: tuple[int, ...]
+    """Token ids [num_prompt]."""
+    num_samples: int
+    seed: tuple[int, ...]
+    """Identifies the random stream, e.g. (run seed, ordinal, attempt). With the ``torch`` engine the same seed, prompt
+    and weights give the same tokens whatever else is decoded beside them; vLLM's CPU build ignores it (VLLM fault with
+    seeded requests), but seeds each engine differently."""
+    max_new_tokens: int
+    temperature: float
+    """0 is greedy (evaluation); log-probabilities are then those at temperature 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One finished sample of a request."""
+
+    request_id: int
+    sample: int
+    """Index among the request's samples."""
+    tokens: npt.NDArray[np.int32]
+    """int32 [num_completion]: sampled ids, the stop token included when it was sampled."""
+    logprobs: npt.NDArray[np.float32]
+    """float32 [num_completion]: log-probability under the distribution that was sampled, temperature included."""
+    versions: npt.NDArray[np.int32]
+    """int32 [num_completion]: weight version that sampled each token."""
+    finish_reason: Literal["stop", "length"]
+
+
+class Engine(Protocol):
+    """One engine on one device, driven by one thread."""
+
+    @property
+    def version(self) -> int:
+        """Weight version that samples now; -1 before the first :meth:`load_weights`."""
+
+    @property
+    def num_running(self) -> int:
+        """Samples that are decoded or wait for a slot."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests; they join the running batch as slots get free.
+
+        Raises:
+            ValueError: a prompt does not fit the context, or an id is in flight already.
+        """
+
+    def step(self, timeout_s: float) -> list[Completion]:
+        """Do (or wait at most ``timeout_s`` for) one unit of work; return what finished, possibly nothing."""
+
+    def load_weights(self, manifest: Manifest, data: memoryview) -> str:
+        """Swap in a version between two steps, running requests kept; returns the checksum of what the engine now holds.
+
+        Args:
+            manifest: names, shapes and offsets of the tensors in ``data``, its version and checksum.
+            data: the flat bytes, already verified by the receiver; valid only during the call.
+
+        Raises:
+            WeightsError: names or shapes differ from the engine's model, or the read-back does not match.
+        """
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Drop requests with all their samples; they yield no completion."""
+
+    def close(self) -> None:
+        """Free everything, child processes included."""

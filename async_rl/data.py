@@ -1,0 +1,187 @@
+"""The one thing that flows: trajectories of named arrays, in groups that share a ticket.
+
+    ticket ──► Trajectory × group_size ──► Group ──► buffer ──► batch ──► update
+
+A group keeps each named array of all its trajectories *concatenated along the first axis*, with ``lengths`` to split
+them, so that the wire carries one frame per array and nothing is copied on the way. ``Trajectory`` is a view of it.
+
+| name           | dtype   | shape per trajectory | meaning                                                              |
+|----------------|---------|----------------------|----------------------------------------------------------------------|
+| ``tokens``       | int32   | ``[T]``                | prompt, then what was sampled (and tool output)                      |
+| ``loss_mask``    | uint8   | ``[T]``                | 1 where the policy sampled the token, 0 on prompt and tool output     |
+| ``logprobs``     | float32 | ``[T]``                | of the distribution that was sampled, temperature included; 0 off mask |
+| ``versions``     | int32   | ``[T]``                | weight version that sampled the token; -1 off mask                    |
+| ``ref_logprobs`` | float32 | ``[T]``                | optional: of the frozen reference                                     |
+| ``values``       | float32 | ``[T]``                | optional: of the critic                                               |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+TOKEN_FIELDS: Mapping[str, str] = {
+    "tokens": "int32",
+    "loss_mask": "uint8",
+    "logprobs": "float32",
+    "versions": "int32",
+    "ref_logprobs": "float32",
+    "values": "float32",
+}
+"""dtype of each known array of the token domain; all are ``[T]``."""
+
+REQUIRED_TOKEN_FIELDS = ("tokens", "loss_mask", "logprobs", "versions")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One rollout: named arrays that share their first axis ``T``, and its reward."""
+
+    arrays: Mapping[str, Array]
+    """Arrays by name, see the table of this module."""
+    reward: float
+    """Outcome reward; NaN means that no verifier could score it."""
+
+    @property
+    def tokens(self) -> Array:
+        """int32 ``[T]``: prompt and completion."""
+        return self.arrays["tokens"]
+
+    @property
+    def loss_mask(self) -> Array:
+        """uint8 ``[T]``: 1 where the policy sampled."""
+        return self.arrays["loss_mask"]
+
+    @property
+    def logprobs(self) -> Array:
+        """float32 ``[T]``: behaviour log-probabilities."""
+        return self.arrays["logprobs"]
+
+    @property
+    def versions(self) -> Array:
+        """int32 ``[T]``: weight version per sampled token, -1 elsewhere."""
+        return self.arrays["versions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The trajectories of one ticket, arrays concatenated along their first axis."""
+
+    ordinal: int
+    """Position of the ticket in the task stream: identifies the work across attempts and resumes."""
+    attempt: int
+    """0 for the first attempt at this ordinal; an expired ticket is reissued with the next number."""
+    task_index: int
+    """Which task of the data set was rolled out."""
+    lengths: tuple[int, ...]
+    """``T`` of each trajectory."""
+    arrays: Mapping[str, Array]
+    """Concatenated arrays ``[sum(lengths), ...]`` by name."""
+    rewards: npt.NDArray[np.float32]
+    """float32 ``[G]``."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """Small plain facts (actor id, seconds spent, verifier outcome); never needed for the maths."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def trajectories(self) -> Iterator[Trajectory]:
+        """The trajectories as views, in order."""
+        start = 0
+        for length, reward in zip(self.lengths, self.rewards, strict=True):
+            stop = start + length
+            yield Trajectory(arrays={k: v[start:stop] for k, v in self.arrays.items()}, reward=float(reward))
+            start = stop
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens that the policy sampled (the loss mask's sum)."""
+        return int(self.arrays["loss_mask"].sum())
+
+    @property
+    def oldest_version(self) -> int:
+        """Oldest weight version among the sampled tokens of all trajectories.
+
+        Raises:
+            ValueError: if nothing was sampled, because such a group has no age.
+        """
+        return oldest_version(self.arrays["versions"])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(a.nbytes for a in self.arrays.values()) + self.rewards.nbytes
+
+
+def oldest_version(versions: Array) -> int:
+    """Oldest version in an array of per-token versions, entries of -1 (not sampled) left out.
+
+    Raises:
+        ValueError: if no token was sampled.
+    """
+    sampled = versions[versions >= 0]
+    if sampled.size == 0:
+        raise ValueError("no sampled token, so no age")
+    return int(sampled.min())
+
+
+def age(item: Trajectory | Group, version: int) -> int:
+    """Staleness in learner versions: ``version`` minus the oldest sampled token's version. The only definition.
+
+    ``version`` is the number of updates made before the item is used; step ``s`` trains at version ``s``.
+    """
+    return version - oldest_version(item.arrays["versions"])
+
+
+def make_group(
+    *,
+    ordinal: int,
+    attempt: int,
+    task_index: int,
+    trajectories: Sequence[Trajectory],
+    meta: Mapping[str, Any] | None = None,
+) -> Group:
+    """Concatenate trajectories (at least one, all with the same array names) into a group."""
+    names = list(trajectories[0].arrays)
+    return Group(
+        ordinal=ordinal,
+        attempt=attempt,
+        task_index=task_index,
+        lengths=tuple(len(t.arrays[names[0]]) for t in trajectories),
+        arrays={n: np.concatenate([t.arrays[n] for t in trajectories]) for n in names},
+        rewards=np.asarray([t.reward for t in trajectories], dtype=np.float32),
+        meta=dict(meta or {}),
+    )
+
+
+def token_trajectory(
+    *,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    logprobs: Sequence[float] | Array,
+    versions: Sequence[int] | Array,
+    reward: float,
+) -> Trajectory:
+    """Build a single-turn token trajectory: prompt masked out, completion sampled by the given versions."""
+    num_prompt = len(prompt)
+    total = num_prompt + len(completion)
+    tokens = np.empty(total, np.int32)
+    tokens[:num_prompt] = prompt
+    tokens[num_prompt:] = completion
+    mask = np.zeros(total, np.uint8)
+    mask[num_prompt:] = 1
+    full_logprobs = np.zeros(total, np.float32)
+    full_logprobs[num_prompt:] = logprobs
+    full_versions = np.full(total, -1, np.int32)
+    full_versions[num_prompt:] = versions
+    return Trajectory(
+        arrays={"tokens": tokens, "loss_mask": mask, "logprobs": full_logprobs, "versions": full_versions},
+        reward=reward,
+    )

@@ -1,0 +1,37 @@
+"""The exceptions that users of the package may meet, in one tree.
+
+    AsyncRLError
+    ├── ConfigError       a setting is wrong: names the field, the value and the remedy
+    ├── WireError         a message is malformed, too large or of another schema version
+    ├── HandshakeError    the other side speaks another protocol or runs another config
+    ├── WeightsError      bytes of a weight version do not match what was published
+    └── DeadlineError     a wait ran past its deadline: names what was awaited and from whom
+"""
+
+
+class AsyncRLError(Exception):
+    """Base of every error that this package raises on purpose; the command line prints it without a traceback."""
+
+
+class ConfigError(AsyncRLError):
+    """A setting is wrong. The message names the field, the value and what to do."""
+
+
+class WireError(AsyncRLError):
+    """A message from the network is refused. ``reason`` is a short slug that is counted."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+class HandshakeError(AsyncRLError):
+    """The peer refused us, or we refuse the peer: another protocol version, config or role."""
+
+
+class WeightsError(AsyncRLError):
+    """The bytes of a weight version are not those that were published."""
+
+
+class DeadlineError(AsyncRLError):
+    """A blocking wait ran past its deadline."""

@@ -1,0 +1,74 @@
+"""The messages between the buffer server and its clients, in one table. Each is a msgpack header with a ``type``.
+
+Transport: the server binds a ROUTER (``ROUTER_MANDATORY``), each client connects one DEALER. TCP keeps order; a client
+numbers its messages with ``seq`` (from 1), the server counts gaps. Submissions are repeated until acknowledged and the
+ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing counted twice.
+
+| type       | from        | fields                                                       | answer                              |
+|------------|-------------|--------------------------------------------------------------|-------------------------------------|
+| hello      | any         | protocol, schema, contract, role, name, pid, host, rank, world | welcome or refused                |
+| credit     | actor       | count: tickets it can take now (absolute, not a difference)   | tickets, at once or when admitted   |
+| submit     | actor       | groups + frames (:mod:`async_rl.wire`)                        | ack                                 |
+| fail       | actor       | ordinal, attempt, reason, detail, final                       | ack                                 |
+| beat       | any         | timer: see :class:`async_rl.timer.StateTimer`, in_flight, cpu_s, rss_bytes, info | beat         |
+| live       | actor, evaluator | version, checksum, transfer_s, commit_s                  | none; tickets then count from it    |
+| next       | learner     | step                                                          | shard, when deliverable             |
+| trained    | learner 0   | step (-1: only publishes the start version), manifest, stats   | trained (books, after the step)     |
+| snapshot   | learner 0   | path: folder to write ``ledger.json`` and ``groups.bin`` into  | snapshot (ok, detail)               |
+| eval       | evaluator   | version, metrics, samples                                     | none; forwarded in shard stats       |
+| done       | learner 0   | none                                                          | stop goes to all actors             |
+| fatal      | any         | reason: ends the run with this sentence                       | stop goes to all                    |
+| dead       | launcher    | name: a client whose process has ended; its leases return     | none                                |
+| stop       | launcher    | reason: wind down (learner checkpoints, then all end)         | stop goes to all                    |
+| bye        | any         | none: leaves on purpose, leases return                        | none                                |
+
+| type       | to          | fields                                                        |
+|------------|-------------|---------------------------------------------------------------|
+| welcome    | any         | run_id, heartbeat_s, next_step, manifest (or None), weights_address |
+| refused    | any         | reason: a sentence                                            |
+| tickets    | actor       | tickets: list of :class:`Ticket` as lists                     |
+| ack        | actor       | results: [[ordinal, attempt, outcome, reason]]; outcome accepted, filtered, late, refused |
+| cancel     | actor       | tickets: [[ordinal, attempt]] that moved on: stop generating  |
+| version    | actor, evaluator | manifest of the newest version                            |
+| shard      | learner     | step, groups + frames, minibatch, counts, costs, stats        |
+| status     | monitor     | the run at a glance, after each step and at each of its beats |
+| stop       | all         | reason, error (bool)                                          |
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import Any, Literal
+
+PROTOCOL_VERSION = 1
+Role = Literal["actor", "evaluator", "learner", "monitor"]
+ROLES: tuple[Role, ...] = ("actor", "evaluator", "learner", "monitor")
+MISSED_BEATS = 3
+"""A side that was silent for this many heartbeats is dead to the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The right and duty to produce one group."""
+
+    ordinal: int
+    """Position in the task stream."""
+    attempt: int
+    """0, or the number of times that earlier holders lost it."""
+    task_index: int
+    """Index into the training problems."""
+    group_size: int
+    """Trajectories to produce."""
+    version: int
+    """Live version of the holder when it was issued; its tokens are no older."""
+    lease_s: float
+    """Seconds until the server takes it back."""
+
+    def to_wire(self) -> list[Any]:
+        """As a plain list."""
+        return list(astuple(self))
+
+    @classmethod
+    def from_wire(cls, fields: list[Any]) -> Ticket:
+        """From the list that :meth:`to_wire` made."""
+        return cls(*fields)

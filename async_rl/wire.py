@@ -1,0 +1,180 @@
+"""Groups on the wire: one msgpack header, then one raw frame per array. No pickle, no copies of array data.
+
+    message = [ msgpack header | frame | frame | ... ]
+    header  = {"type": ..., "schema": 1, ..., "groups": [ {ids, lengths, "arrays": [[name, dtype, shape], ...]}, ... ]}
+
+Each group owns as many consecutive frames as it lists arrays; rewards are an array like the others. Whatever does not
+fit is refused with a :class:`~async_rl.errors.WireError` whose ``reason`` the server counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from async_rl.data import REQUIRED_TOKEN_FIELDS, TOKEN_FIELDS, Group
+from async_rl.errors import WireError
+
+SCHEMA_VERSION = 1
+Frame = bytes | memoryview
+Header = dict[str, Any]
+
+_DTYPES = frozenset({"int8", "uint8", "int32", "int64", "float16", "float32", "float64", "bool"})
+_REWARDS = "rewards"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a receiver accepts at most."""
+
+    header_bytes: int = 16 << 20
+    frame_bytes: int = 1 << 30
+    groups: int = 65_536
+    trajectories: int = 65_536
+    arrays: int = 64
+
+
+LIMITS = Limits()
+
+
+def pack_header(header: Mapping[str, Any]) -> bytes:
+    """Serialise a header of plain types."""
+    packed: bytes = msgpack.packb(header, use_bin_type=True)
+    return packed
+
+
+def unpack_header(frame: Frame, limits: Limits = LIMITS) -> Header:
+    """Parse a header.
+
+    Raises:
+        WireError: ``header_too_large``, ``bad_msgpack``, or ``bad_header`` (not a map with a text ``type``).
+    """
+    if len(frame) > limits.header_bytes:
+        raise WireError("header_too_large", f"{len(frame)} bytes")
+    try:
+        header = msgpack.unpackb(frame, raw=False, strict_map_key=True)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise WireError("bad_msgpack", str(error)) from None
+    if not isinstance(header, dict) or not isinstance(header.get("type"), str):
+        raise WireError("bad_header", "not a map with a type")
+    return header
+
+
+def encode_groups(message_type: str, groups: Sequence[Group], **fields: Any) -> list[Frame]:
+    """Encode groups into one message; ``fields`` join the header. Array memory is referenced, not copied."""
+    described, frames = [], []
+    for group in groups:
+        arrays = {**group.arrays, _REWARDS: group.rewards}
+        entry = []
+        for name, array in arrays.items():
+            contiguous = np.ascontiguousarray(array)
+            entry.append([name, str(contiguous.dtype), list(contiguous.shape)])
+            frames.append(memoryview(contiguous).cast("B") if contiguous.size else b"")
+        described.append(
+            {
+                "ordinal": group.ordinal,
+                "attempt": group.attempt,
+                "task_index": group.task_index,
+                "lengths": list(group.lengths),
+                "arrays": entry,
+                "meta": dict(group.meta),
+            }
+        )
+    header = {"type": message_type, "schema": SCHEMA_VERSION, "groups": described, **fields}
+    return [pack_header(header), *frames]
+
+
+def decode_groups(header: Header, frames: Sequence[Frame], limits: Limits = LIMITS) -> list[Group]:
+    """Rebuild the groups that ``header`` describes as read-only views of ``frames``.
+
+    Raises:
+        WireError: ``schema_mismatch``, ``bad_header``, ``too_many_groups``, ``too_many_arrays``, ``frame_count``,
+            ``frame_too_large``, ``bad_dtype``, ``bad_shape``, ``missing_array``, ``bad_lengths``.
+    """
+    if header.get("schema") != SCHEMA_VERSION:
+        raise WireError("schema_mismatch", f"got {header.get('schema')!r}, this side speaks {SCHEMA_VERSION}")
+    described = header.get("groups")
+    if not isinstance(described, list):
+        raise WireError("bad_header", "groups is not a list")
+    if len(described) > limits.groups:
+        raise WireError("too_many_groups", str(len(described)))
+    groups, cursor = [], 0
+    for entry in described:
+        group, cursor = _decode_group(entry, frames, cursor, limits)
+        groups.append(group)
+    if cursor != len(frames):
+        raise WireError("frame_count", f"{cursor} described, {len(frames)} received")
+    return groups
+
+
+def _decode_group(entry: Any, frames: Sequence[Frame], cursor: int, limits: Limits) -> tuple[Group, int]:
+    if not isinstance(entry, dict):
+        raise WireError("bad_header", "a group is not a map")
+    ordinal, attempt, task_index = (_natural(entry, k) for k in ("ordinal", "attempt", "task_index"))
+    lengths, specs, meta = entry.get("lengths"), entry.get("arrays"), entry.get("meta")
+    if not isinstance(lengths, list) or not all(type(n) is int and 0 < n < 1 << 31 for n in lengths) or not lengths:
+        raise WireError("bad_lengths", "lengths must be positive whole numbers")
+    if len(lengths) > limits.trajectories:
+        raise WireError("bad_lengths", f"{len(lengths)} trajectories")
+    if not isinstance(specs, list) or len(specs) > limits.arrays or not isinstance(meta, dict):
+        raise WireError("too_many_arrays" if isinstance(specs, list) else "bad_header", "arrays or meta")
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for spec in specs:
+        if cursor >= len(frames):
+            raise WireError("frame_count", "fewer frames than arrays")
+        name, array = _decode_array(spec, frames[cursor], limits)
+        arrays[name] = array
+        cursor += 1
+    rewards = arrays.pop(_REWARDS, None)
+    if rewards is None or rewards.shape != (len(lengths),) or rewards.dtype != np.float32:
+        raise WireError("missing_array", "rewards must be float32 with one entry per trajectory")
+    total = sum(lengths)
+    for name in REQUIRED_TOKEN_FIELDS if "tokens" in arrays else ():
+        if name not in arrays:
+            raise WireError("missing_array", name)
+    for name, array in arrays.items():
+        if array.ndim < 1 or array.shape[0] != total:
+            raise WireError("bad_shape", f"{name} {array.shape}, lengths sum to {total}")
+        if "tokens" in arrays and name in TOKEN_FIELDS and (array.dtype != TOKEN_FIELDS[name] or array.ndim != 1):
+            raise WireError("bad_dtype", f"{name} must be {TOKEN_FIELDS[name]} [T], got {array.dtype} {array.shape}")
+    if "versions" not in arrays:
+        raise WireError("missing_array", "versions")
+    group = Group(
+        ordinal=ordinal,
+        attempt=attempt,
+        task_index=task_index,
+        lengths=tuple(lengths),
+        arrays=arrays,
+        rewards=rewards,
+        meta=meta,
+    )
+    return group, cursor
+
+
+def _natural(entry: Mapping[str, Any], key: str) -> int:
+    value = entry.get(key)
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise WireError("bad_header", f"{key} must be a natural number")
+    return value
+
+
+def _decode_array(spec: Any, frame: Frame, limits: Limits) -> tuple[str, np.ndarray[Any, Any]]:
+    if not (isinstance(spec, list) and len(spec) == 3 and isinstance(spec[0], str) and isinstance(spec[2], list)):
+        raise WireError("bad_header", "an array is [name, dtype, shape]")
+    name, dtype, shape = spec
+    if dtype not in _DTYPES:
+        raise WireError("bad_dtype", f"{name}: {dtype!r}")
+    if len(shape) > 8 or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
+        raise WireError("bad_shape", f"{name}: {shape!r}")
+    if len(frame) > limits.frame_bytes:
+        raise WireError("frame_too_large", f"{name}: {len(frame)} bytes")
+    if math.prod(shape) * np.dtype(dtype).itemsize != len(frame):
+        raise WireError("bad_shape", f"{name}: {shape} {dtype} is not {len(frame)} bytes")
+    array = np.frombuffer(frame, dtype=dtype).reshape(shape)
+    array.flags.writeable = False
+    return name, array
