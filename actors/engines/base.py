@@ -62,6 +62,10 @@ class Engine(Protocol):
     def num_running(self) -> int:
         """Samples that are decoded or wait for a slot."""
 
+    def fileno(self) -> int | None:
+        """A descriptor that is readable while ``step(0)`` would return something, for engines that work in threads or
+        processes of their own (``vllm``, ``mock``); None when :meth:`step` itself does the work (``torch``)."""
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; they join the running batch as slots get free.
 

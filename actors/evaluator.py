@@ -1,0 +1,222 @@
+"""Held-out evaluation: greedy, each time with one pinned version, in a process of its own that never pauses anybody.
+
+    server ──version──► receiver ──► engine (torch) ──greedy answers──► verifiers ──► eval(version, metrics) ──► server
+
+Versions that need no evaluation are passed over; when several wait, the newest is taken, so the last is never missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.engines.base import Completion, Engine, Request
+from actors.engines.factory import make_engine
+from actors.main import CONNECT_TIMEOUT_S
+from actors.receiver import Prepared, Receiver
+from actors.verify import VerifierPool
+from async_rl.client import Client
+from async_rl.config import Config, load_config
+from async_rl.errors import AsyncRLError, WeightsError
+from async_rl.evaluation import is_evaluated
+from async_rl.models import load_tokenizer, resolve_model, stop_token_ids
+from async_rl.process import run_guarded
+from async_rl.tasks import Problem, load_task
+from async_rl.tasks.prompt import decode_completion, encode_prompt
+from async_rl.timer import StateTimer
+from async_rl.weights.manifest import Manifest
+
+_CALL = 32
+"""Answers per verifier call."""
+_SAMPLES = 8
+"""Answers that are sent along as text."""
+
+
+class Stopped(Exception):
+    """The server said stop."""
+
+
+def answer(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, between: Callable[[], None]
+) -> list[Completion]:
+    """Greedy completions of all prompts, in order; ``between`` is called between two decode steps."""
+    engine.submit(
+        [
+            Request(id=i, prompt=p, num_samples=1, seed=(0, i), max_new_tokens=max_new_tokens, temperature=0.0)
+            for i, p in enumerate(prompts)
+        ]
+    )
+    done: dict[int, Completion] = {}
+    while len(done) < len(prompts):
+        between()
+        done.update({c.request_id: c for c in engine.step(1.0)})
+    return [done[i] for i in range(len(prompts))]
+
+
+def rewards_of(
+    pool: VerifierPool,
+    problems: Sequence[Problem],
+    completions: Sequence[Completion],
+    decode: Callable[[Any], str],
+    between: Callable[[], None],
+) -> tuple[list[float], int]:
+    """Reward of each answer, and how many could not be scored (they count as 0)."""
+    rewards, failures = [0.0] * len(problems), 0
+    starts = range(0, len(problems), _CALL)
+    for start in starts:
+        block, answers = problems[start : start + _CALL], completions[start : start + _CALL]
+        columns: dict[str, list[Any]] = {k: [p.columns[k] for p in block] for k in block[0].columns}
+        columns["completion_ids"] = [c.tokens.tolist() for c in answers]
+        columns["finish_reasons"] = [c.finish_reason for c in answers]
+        pool.submit(start, [p.prompt for p in block], [decode(c.tokens) for c in answers], columns)
+    waiting = set(starts)
+    while waiting:
+        between()
+        pool.wait(0.2)
+        for verdict in pool.poll():
+            waiting.discard(verdict.key)
+            scored = verdict.rewards if verdict.outcome == "ok" else None
+            size = min(_CALL, len(problems) - verdict.key)
+            for i in range(size):
+                reward = scored[i] if scored is not None else math.nan
+                failures += not math.isfinite(reward)
+                rewards[verdict.key + i] = reward if math.isfinite(reward) else 0.0
+    return rewards, failures
+
+
+class Evaluator:
+    """Waits for versions, evaluates those that need it, sends what it found."""
+
+    def __init__(
+        self, config: Config, client: Client, engine: Engine, receiver: Receiver, pool: VerifierPool, timer: StateTimer
+    ) -> None:
+        self._config, self._client, self._engine = config, client, engine
+        self._receiver, self._pool, self._timer = receiver, pool, timer
+        folder = resolve_model(config.model.path)
+        tokenizer, stops = load_tokenizer(folder), stop_token_ids(folder)
+        self._decode: Callable[[Any], str] = lambda ids: decode_completion(tokenizer, ids, stops)
+        self._problems = load_task(config.task, config.seed).heldout[: config.eval.problems]
+        self._prompts = [encode_prompt(tokenizer, p, config.task) for p in self._problems]
+        self._start: int | None = None
+
+    def run(self, first: Manifest | None) -> None:
+        """Evaluate until the server stops us."""
+        if first is not None:
+            self._announce(first)
+        try:
+            for prepared in self._prepared():
+                self._evaluate(prepared)
+        except Stopped:
+            return
+
+    def _prepared(self) -> Iterator[Prepared]:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._client.fileno(), selectors.EVENT_READ)
+            selector.register(self._receiver.fileno(), selectors.EVENT_READ)
+            while True:
+                self._messages()
+                prepared = self._receiver.ready()
+                if prepared is not None:
+                    yield prepared
+                    continue
+                self._timer.enter("idle")
+                selector.select(self._config.buffer.heartbeat_s)
+
+    def _messages(self) -> None:
+        for header, _ in self._client.receive(0.0):
+            if header["type"] == "version":
+                self._announce(Manifest.from_wire(header["manifest"]))
+            elif header["type"] == "stop":
+                if header["error"]:
+                    raise AsyncRLError(str(header["reason"]))
+                raise Stopped
+
+    def _announce(self, manifest: Manifest) -> None:
+        if self._start is None:
+            self._start = manifest.version
+        if is_evaluated(self._config, manifest.version, self._start):
+            self._receiver.fetch(manifest)
+
+    def _evaluate(self, prepared: Prepared) -> None:
+        began = time.monotonic()
+        with self._timer.during("committing"):
+            try:
+                checksum = self._engine.load_weights(prepared.manifest, prepared.data)
+            except WeightsError as error:  # overwritten by a newer evaluated version, which is announced already
+                print(f"evaluator: version {prepared.manifest.version} passed over: {error}", flush=True)
+                return
+        version = prepared.manifest.version
+        self._client.send(
+            "live",
+            version=version,
+            checksum=checksum,
+            transfer_s=prepared.transfer_s,
+            commit_s=time.monotonic() - began,
+        )
+        with self._timer.during("evaluating"):
+            completions = answer(
+                self._engine, self._prompts, self._config.sampling.max_new_tokens, self._messages
+            )
+            rewards, failures = rewards_of(self._pool, self._problems, completions, self._decode, self._messages)
+        count = len(rewards)
+        self._client.send(
+            "eval",
+            version=version,
+            metrics={
+                "accuracy": sum(r >= 1.0 for r in rewards) / count,
+                "reward": sum(rewards) / count,
+                "length": sum(len(c.tokens) for c in completions) / count,
+                "problems": count,
+                "unscored": failures,
+                "wall_s": time.monotonic() - began,
+            },
+            samples=[
+                {"prompt": p.prompt, "completion": self._decode(c.tokens), "reward": r}
+                for p, c, r in list(zip(self._problems, completions, rewards, strict=True))[:_SAMPLES]
+            ],
+        )
+
+
+def main() -> None:
+    """Parse the command line, build the parts, evaluate until stopped."""
+    parser = argparse.ArgumentParser(description="held-out evaluation")
+    parser.add_argument("config")
+    parser.add_argument("--connect", required=True, help="address of the buffer server, tcp://HOST:PORT")
+    parser.add_argument("--name", default="evaluator")
+    args = parser.parse_args()
+    config = load_config(args.config)
+    # the embedded engine always: greedy answers need neither a second vLLM nor its start-up
+    embedded = config.model_copy(
+        update={"actors": config.actors.model_copy(update={"engine": "torch", "slots": min(config.actors.slots, 256)})}
+    )
+    timer = StateTimer()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with Client(args.connect, "evaluator", args.name, config.contract_hash()) as client:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        client.beat_info = lambda: {"timer": timer.drain()}
+        welcome = client.connect(CONNECT_TIMEOUT_S)
+        folder = resolve_model(config.model.path)
+        verifier = config.task.verifier or load_task(config.task, config.seed).verifier
+        pool = VerifierPool(verifier, config.task.timeout_s, 1, Path(args.config).parent)
+        engine = make_engine(embedded, folder, args.name)
+        receiver = Receiver(config.weights.path, welcome["weights_address"], welcome["run_id"])
+        manifest = welcome.get("manifest")
+        try:
+            Evaluator(config, client, engine, receiver, pool, timer).run(
+                Manifest.from_wire(manifest) if manifest else None
+            )
+        finally:
+            receiver.close()
+            pool.close()
+            engine.close()
+
+
+if __name__ == "__main__":
+    run_guarded(main)
