@@ -8,17 +8,17 @@ Versions that need no evaluation are passed over; when several wait, the newest 
 from __future__ import annotations
 
 import argparse
-import math
 import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from actors.engines.base import Completion, Engine, Request
+from actors.engines.base import Engine
 from actors.engines.factory import make_engine
+from actors.heldout import answer, rewards_of
 from actors.main import CONNECT_TIMEOUT_S
 from actors.receiver import Prepared, Receiver
 from actors.verify import VerifierPool
@@ -28,67 +28,17 @@ from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.evaluation import is_evaluated
 from async_rl.models import load_tokenizer, resolve_model, stop_token_ids
 from async_rl.process import run_guarded
-from async_rl.tasks import Problem, load_task
+from async_rl.tasks import load_task
 from async_rl.tasks.prompt import decode_completion, encode_prompt
 from async_rl.timer import StateTimer
 from async_rl.weights.manifest import Manifest
 
-_CALL = 32
-"""Answers per verifier call."""
 _SAMPLES = 8
 """Answers that are sent along as text."""
 
 
 class Stopped(Exception):
     """The server said stop."""
-
-
-def answer(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, between: Callable[[], None]
-) -> list[Completion]:
-    """Greedy completions of all prompts, in order; ``between`` is called between two decode steps."""
-    engine.submit(
-        [
-            Request(id=i, prompt=p, num_samples=1, seed=(0, i), max_new_tokens=max_new_tokens, temperature=0.0)
-            for i, p in enumerate(prompts)
-        ]
-    )
-    done: dict[int, Completion] = {}
-    while len(done) < len(prompts):
-        between()
-        done.update({c.request_id: c for c in engine.step(1.0)})
-    return [done[i] for i in range(len(prompts))]
-
-
-def rewards_of(
-    pool: VerifierPool,
-    problems: Sequence[Problem],
-    completions: Sequence[Completion],
-    decode: Callable[[Any], str],
-    between: Callable[[], None],
-) -> tuple[list[float], int]:
-    """Reward of each answer, and how many could not be scored (they count as 0)."""
-    rewards, failures = [0.0] * len(problems), 0
-    starts = range(0, len(problems), _CALL)
-    for start in starts:
-        block, answers = problems[start : start + _CALL], completions[start : start + _CALL]
-        columns: dict[str, list[Any]] = {k: [p.columns[k] for p in block] for k in block[0].columns}
-        columns["completion_ids"] = [c.tokens.tolist() for c in answers]
-        columns["finish_reasons"] = [c.finish_reason for c in answers]
-        pool.submit(start, [p.prompt for p in block], [decode(c.tokens) for c in answers], columns)
-    waiting = set(starts)
-    while waiting:
-        between()
-        pool.wait(0.2)
-        for verdict in pool.poll():
-            waiting.discard(verdict.key)
-            scored = verdict.rewards if verdict.outcome == "ok" else None
-            size = min(_CALL, len(problems) - verdict.key)
-            for i in range(size):
-                reward = scored[i] if scored is not None else math.nan
-                failures += not math.isfinite(reward)
-                rewards[verdict.key + i] = reward if math.isfinite(reward) else 0.0
-    return rewards, failures
 
 
 class Evaluator:

@@ -313,7 +313,7 @@ class Rollout:
         return self._stop is None and not (self._usable and working_here)
 
     def _wait(self, selector: selectors.BaseSelector) -> None:
-        """Sleep until something happens, at most one heartbeat."""
+        """Sleep until something happens or a verifier call passes its limit, at most one heartbeat."""
         if self._engine.num_running and self._usable:
             self._timer.enter("generating")
         elif self._scoring:
@@ -323,7 +323,9 @@ class Rollout:
         else:
             self._timer.enter("waiting_ticket")
         pipes = [selector.register(d, selectors.EVENT_READ) for d in self._verifiers.filenos()]
-        selector.select(self._config.buffer.heartbeat_s)
+        due = self._verifiers.next_deadline
+        patience = self._config.buffer.heartbeat_s
+        selector.select(patience if due is None else min(patience, max(0.0, due - time.monotonic())))
         for key in pipes:
             selector.unregister(key.fileobj)
 

@@ -1,0 +1,87 @@
+"""Model parameters as views of one flat vector with the layout of the published version: a swap is one copy.
+
+published bytes ──copy──► flat [nbytes] ──xxh3 per chunk──► checksum of what the engine really holds
+                           ├── view: parameter a
+                           └── view: parameter b
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from async_rl.errors import WeightsError
+from async_rl.weights.manifest import Manifest, Tensor, chunk_checksums, combine
+
+_STAGE_BYTES = 64 << 20
+"""Bytes per copy from host to device."""
+
+
+class FlatWeights:
+    """Loads versions into a model and proves what it then holds.
+
+    Args:
+        model: its parameters become views of the flat vector with the first version.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
+        self._layout: tuple[Tensor, ...] = ()
+        self._flat = torch.empty(0, dtype=torch.uint8)
+
+    def load(self, manifest: Manifest, data: memoryview) -> str:
+        """Copy a version in; return the checksum of the engine's own memory.
+
+        Raises:
+            WeightsError: before anything is changed, if names, shapes, types or sizes are not those of the model.
+        """
+        if data.nbytes != manifest.nbytes:
+            raise WeightsError(f"version {manifest.version}: {data.nbytes} bytes, the manifest says {manifest.nbytes}")
+        if manifest.tensors != self._layout or self._flat.numel() != manifest.nbytes:
+            check_layout(self._parameters, manifest)
+            self._bind(manifest)
+        source = np.frombuffer(data, np.uint8)
+        if self._flat.device.type == "cpu":
+            np.copyto(self._flat.numpy(), source)
+        else:
+            for start in range(0, manifest.nbytes, _STAGE_BYTES):
+                part = source[start : start + _STAGE_BYTES].copy()
+                self._flat[start : start + len(part)].copy_(torch.from_numpy(part))
+        held = memoryview(self._flat.cpu().numpy())
+        return combine(chunk_checksums(held, manifest.chunk_bytes))
+
+    def _bind(self, manifest: Manifest) -> None:
+        device = next(iter(self._parameters.values())).device
+        self._flat = torch.empty(manifest.nbytes, dtype=torch.uint8, device=device)
+        for tensor in manifest.tensors:
+            parameter = self._parameters[tensor.name]
+            part = self._flat[tensor.offset : tensor.offset + tensor.nbytes]
+            parameter.data = part.view(parameter.dtype).view(tensor.shape)
+        self._layout = manifest.tensors
+
+
+def check_layout(parameters: dict[str, torch.nn.Parameter], manifest: Manifest) -> None:
+    """Check that a version fits a model.
+
+    Raises:
+        WeightsError: names what is missing, what is extra, or what has another shape, type or a crooked offset.
+    """
+    published = {t.name: t for t in manifest.tensors}
+    missing, extra = sorted(parameters.keys() - published.keys()), sorted(published.keys() - parameters.keys())
+    if missing or extra:
+        raise WeightsError(
+            f"version {manifest.version} is not of this model: it lacks {missing[:5] or 'nothing'}, "
+            f"it has {extra[:5] or 'nothing'} that the model does not; use the same model.path on both sides"
+        )
+    if len(published) != len(manifest.tensors):
+        raise WeightsError(f"version {manifest.version} names a tensor twice")
+    for name, parameter in parameters.items():
+        tensor = published[name]
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        if tensor.shape != tuple(parameter.shape) or tensor.dtype != dtype:
+            raise WeightsError(
+                f"version {manifest.version}: {name} is {tensor.dtype} {list(tensor.shape)}, the engine's model has "
+                f"{dtype} {list(parameter.shape)}"
+            )
+        if tensor.offset % parameter.element_size():
+            raise WeightsError(f"version {manifest.version}: {name} starts at byte {tensor.offset}, inside an element")

@@ -1,0 +1,206 @@
+"""An engine without a model: completions of given lengths that take a given time, for tests, benchmarks and planning.
+
+submit ──► queue ──slot free──► running (finish time drawn) ──clock passes it──► completion
+                                   └─ token j of n is emitted at start + duration · (j + 1) / n, under the version
+                                      that was live then: a sample that spans a swap carries both
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.engines.alarm import Alarm
+from actors.engines.base import Completion, Request
+from async_rl.errors import WeightsError
+from async_rl.weights.manifest import Manifest, chunk_checksums, combine
+
+
+@dataclass(order=True, slots=True)
+class _Sample:
+    finish_s: float
+    order: int
+    start_s: float = field(compare=False)
+    duration_s: float = field(compare=False)
+    tokens: npt.NDArray[np.int32] = field(compare=False)
+    stopped: bool = field(compare=False)
+    request_id: int = field(compare=False)
+    index: int = field(compare=False)
+
+
+class MockEngine:
+    """Implements :class:`actors.engines.base.Engine`; durations are log-normal, lengths geometric.
+
+    Args:
+        latency_s: median time of a completion.
+        latency_sigma: sigma of its logarithm.
+        mean_tokens: mean length before ``max_new_tokens`` cuts it.
+        vocab: token ids are below it, uniform among those that do not stop.
+        stop_token_ids: the first one ends a completion that is not cut.
+        slots: samples that run at the same time.
+        clock: monotonic seconds.
+        wait: called with seconds; returns when they have passed, or something ended; None waits on :meth:`fileno`.
+    """
+
+    def __init__(
+        self,
+        *,
+        latency_s: float,
+        latency_sigma: float,
+        mean_tokens: int,
+        vocab: int,
+        stop_token_ids: Sequence[int],
+        slots: int,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], object] | None = None,
+    ) -> None:
+        self._latency_s, self._sigma, self._mean_tokens, self._slots = latency_s, latency_sigma, mean_tokens, slots
+        self._stop = int(stop_token_ids[0])
+        self._words = np.setdiff1d(np.arange(vocab, dtype=np.int32), stop_token_ids)
+        # of the process that draws them: stop with probability 1 / mean, else one of the words
+        self._stop_logprob = -math.log(mean_tokens)
+        self._word_logprob = math.log(max(1 - 1 / mean_tokens, 1e-6) / len(self._words))
+        self._clock = clock
+        self._alarm = Alarm()
+        self._wait = wait or self._wait_for_alarm
+        self._swaps: list[tuple[float, int]] = []
+        self._queue: deque[_Sample] = deque()
+        self._running: list[_Sample] = []
+        self._unfinished: dict[int, int] = {}
+        self._submitted = 0
+
+    @property
+    def version(self) -> int:
+        """Version that stamps tokens now; -1 before the first."""
+        return self._swaps[-1][1] if self._swaps else -1
+
+    @property
+    def num_running(self) -> int:
+        """Samples that run or wait for a slot."""
+        return len(self._running) + len(self._queue)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while a sample has ended that :meth:`step` has not yet returned."""
+        return self._alarm.fd
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests, all or none.
+
+        Raises:
+            ValueError: an id is in flight already, or a number is out of range.
+        """
+        ids = [r.id for r in requests]
+        for request in requests:
+            if request.id in self._unfinished or ids.count(request.id) > 1:
+                raise ValueError(f"request {request.id} is in flight already")
+            if request.num_samples < 1 or request.max_new_tokens < 1:
+                raise ValueError(f"request {request.id}: a number is out of range: {request}")
+        for request in requests:
+            self._unfinished[request.id] = request.num_samples
+            self._queue.extend(self._draw(request))
+        self._start(self._clock())
+
+    def step(self, timeout_s: float) -> list[Completion]:
+        """Wait until the next sample ends, at most ``timeout_s``; return all that have ended. Idle is ``[]`` at once.
+
+        Raises:
+            WeightsError: no version was loaded.
+        """
+        if not self.num_running:
+            return []
+        if not self._swaps:
+            raise WeightsError("the engine holds no version of the weights: load one before sampling")
+        remaining = min(timeout_s, self._running[0].finish_s - self._clock())
+        if remaining > 0:
+            self._wait(remaining)
+        return self._ended(self._clock())
+
+    def load_weights(self, manifest: Manifest, data: memoryview) -> str:
+        """Verify a version; tokens that are emitted from now on carry it.
+
+        Raises:
+            WeightsError: the bytes are not those that were published.
+        """
+        manifest.verify(data)
+        oldest = min((s.start_s for s in self._running), default=math.inf)
+        keep = max((i for i, (since, _) in enumerate(self._swaps) if since <= oldest), default=0)
+        self._swaps = [*self._swaps[keep:], (self._clock(), manifest.version)]
+        return combine(chunk_checksums(data, manifest.chunk_bytes))
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Drop requests with all their samples; their slots are free at once."""
+        ids = set(request_ids)
+        self._queue = deque(s for s in self._queue if s.request_id not in ids)
+        self._running = [s for s in self._running if s.request_id not in ids]
+        heapq.heapify(self._running)
+        for i in ids:
+            self._unfinished.pop(i, None)
+        self._start(self._clock())
+
+    def close(self) -> None:
+        """Drop everything."""
+        self._queue.clear()
+        self._running.clear()
+        self._alarm.close()
+
+    def _draw(self, request: Request) -> list[_Sample]:
+        rng = np.random.default_rng([s % 2**64 for s in request.seed])
+        samples = []
+        for index in range(request.num_samples):
+            length = int(rng.geometric(1 / self._mean_tokens))
+            stopped = length <= request.max_new_tokens
+            tokens = rng.choice(self._words, min(length, request.max_new_tokens))
+            if stopped:
+                tokens[-1] = self._stop
+            duration = self._latency_s * math.exp(self._sigma * rng.standard_normal())
+            samples.append(_Sample(math.inf, self._submitted, math.inf, duration, tokens, stopped, request.id, index))
+            self._submitted += 1
+        return samples
+
+    def _start(self, now: float) -> None:
+        while self._queue and len(self._running) < self._slots:
+            sample = self._queue.popleft()
+            sample.start_s, sample.finish_s = now, now + sample.duration_s
+            heapq.heappush(self._running, sample)
+        self._alarm.set(self._running[0].finish_s if self._running else None)
+
+    def _wait_for_alarm(self, seconds: float) -> None:
+        poll = select.poll()
+        poll.register(self._alarm.fd, select.POLLIN)
+        poll.poll(math.ceil(seconds * 1000))
+
+    def _ended(self, now: float) -> list[Completion]:
+        ended = []
+        while self._running and self._running[0].finish_s <= now:
+            sample = heapq.heappop(self._running)
+            ended.append(self._complete(sample))
+            self._start(sample.finish_s)  # the slot was free from then on, however late we look
+        return ended
+
+    def _complete(self, sample: _Sample) -> Completion:
+        self._unfinished[sample.request_id] -= 1
+        if not self._unfinished[sample.request_id]:
+            del self._unfinished[sample.request_id]
+        length = len(sample.tokens)
+        emitted = sample.start_s + sample.duration_s * np.arange(1, length + 1) / length
+        since, versions = (np.asarray(column) for column in zip(*self._swaps, strict=True))
+        live = np.searchsorted(since, emitted, side="right") - 1  # before the first load: stamped with the first
+        logprobs = np.full(length, self._word_logprob, np.float32)
+        if sample.stopped:
+            logprobs[-1] = self._stop_logprob
+        return Completion(
+            request_id=sample.request_id,
+            sample=sample.index,
+            tokens=sample.tokens,
+            logprobs=logprobs,
+            versions=versions[np.maximum(live, 0)].astype(np.int32),
+            finish_reason="stop" if sample.stopped else "length",
+        )

@@ -1,0 +1,251 @@
+"""The embedded engine: continuous batching of any Hugging Face decoder in one process, weights swapped between steps.
+
+                     ┌ decode: one token per row of running samples ┐
+    submit ──admit──►┤                                              ├► last hidden ─head─► sample ─► record ─► output
+                     └ prefill: one row per new prompt              ┘                                  │
+                                                          rows of the next step ◄──────plan_rows───────┘
+
+Work is done per *row*, a distinct token prefix, not per sample: the samples of a prompt share its row, and go on
+sharing one as long as they draw equal tokens. A short answer that most samples agree on is decoded about once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from actors.engines.base import Completion, Request
+from actors.engines.flat_weights import FlatWeights
+from actors.engines.kv_cache import ATTENTION, KVCache, plan_rows
+from actors.engines.sampling import sample_tokens
+from actors.engines.slots import Slots
+from async_rl.errors import WeightsError
+from async_rl.models import check_head, last_hidden, load_causal_lm
+from async_rl.weights.manifest import Manifest
+
+_PREFILL_TOKENS = 16_384
+"""Most tokens (padding included) of one prefill forward."""
+_LOGITS = 1 << 23
+"""Most logits that are held at the same time."""
+
+
+class TorchEngine:
+    """Implements :class:`actors.engines.base.Engine` for Hugging Face decoder models.
+
+    Args:
+        model_path: Hugging Face folder; only its configuration is read, weights come with :meth:`load_weights`.
+        device: where the model and its KV cache live.
+        dtype: of both; log-probabilities are float32 always.
+        slots: samples decoded at the same time.
+        context: longest sequence, prompt and completion.
+        stop_token_ids: tokens that end a completion.
+        kv_cache: whether a swap keeps the KV of running samples or computes it anew with the new weights.
+
+    Raises:
+        ConfigError: no model there, or one that the engine cannot run.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        slots: int,
+        context: int,
+        stop_token_ids: Sequence[int],
+        kv_cache: Literal["keep", "recompute"] = "keep",
+    ) -> None:
+        self._model = load_causal_lm(model_path, dtype, device, weights=False).requires_grad_(False)
+        if getattr(self._model, "_supports_attention_backend", False):
+            self._model.set_attn_implementation(ATTENTION)
+        self._head = self._model.get_output_embeddings()
+        self._device, self._context, self._recompute = device, context, kv_cache == "recompute"
+        config = self._model.config
+        self._vocab = int(config.vocab_size)
+        self._cache = KVCache(
+            layers=config.num_hidden_layers,
+            kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            dtype=dtype,
+            device=device,
+        )
+        self._weights = FlatWeights(self._model)
+        self._version = -1
+        self._proven = False
+        self._slots = Slots(slots, stop_token_ids)
+        self._cached = np.empty(0, np.int64)  # [num_rows] positions of each row that the cache holds
+        self._pending = np.empty(0, np.int64)  # [num_rows] token of each row that was drawn but not yet read
+
+    @property
+    def version(self) -> int:
+        """Weight version that samples now; -1 before the first."""
+        return self._version
+
+    @property
+    def num_running(self) -> int:
+        """Samples that are decoded or wait for a slot."""
+        return self._slots.num_running
+
+    def fileno(self) -> None:
+        """None: :meth:`step` does the work itself."""
+        return
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests, all or none.
+
+        Raises:
+            ValueError: an id is in flight already, a prompt does not fit the context, or a field is out of range.
+        """
+        seen: set[int] = set()
+        for request in requests:
+            self._check(request)
+            if request.id in self._slots or request.id in seen:
+                raise ValueError(f"request {request.id} is in flight already")
+            seen.add(request.id)
+        for request in requests:
+            self._slots.submit(request)
+
+    def step(self, timeout_s: float) -> list[Completion]:
+        """Admit what fits, give each running sample one token, return those that ended. Never waits: idle is ``[]``.
+
+        Raises:
+            WeightsError: no version was loaded and proven, or it gives log-probabilities that are not numbers.
+        """
+        if not self.num_running:
+            return []
+        if not self._proven:
+            raise WeightsError("the engine holds no proven version of the weights: load one before sampling")
+        with torch.inference_mode():
+            hidden = self._decode() if len(self._cached) else []
+            new = [np.asarray(request.prompt, np.int64) for request in self._slots.admit(len(self._cached))]
+            hidden += self._prefill(len(self._cached), new)
+            self._cached = np.concatenate([self._cached, [len(p) for p in new]]).astype(np.int64)
+            tokens, logprobs = self._sample(torch.cat(hidden))
+            rows = self._slots.row[self._slots.active]
+            completions, going = self._slots.record(tokens, logprobs, self._version)
+            self._branch(rows[going], tokens[going].astype(np.int64))
+            return completions
+
+    def load_weights(self, manifest: Manifest, data: memoryview) -> str:
+        """Swap in a version; running samples go on and their later tokens carry it.
+
+        Raises:
+            WeightsError: it is not of this model (nothing has changed then), or the engine's memory does not have the
+                published checksum (nothing is sampled then until a version is proven).
+        """
+        checksum = self._weights.load(manifest, data)
+        if checksum != manifest.checksum:
+            self._proven = False
+            raise WeightsError(
+                f"version {manifest.version}: the engine holds {checksum}, published was {manifest.checksum}"
+            )
+        if self._version < 0:
+            check_head(self._model)
+        self._version, self._proven = manifest.version, True
+        if self._recompute and len(self._cached):
+            prefixes = self._slots.prefixes(len(self._cached))
+            with torch.inference_mode():
+                self._prefill(0, [p[:n].astype(np.int64) for p, n in zip(prefixes, self._cached, strict=True)])
+        return checksum
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Drop requests with all their samples."""
+        self._slots.abort(request_ids)
+        rows = self._slots.row[self._slots.active]
+        with torch.inference_mode():
+            self._branch(rows, self._pending[rows])
+
+    def close(self) -> None:
+        """Free model and cache."""
+        self._slots = Slots(0, ())
+        del self._model, self._head, self._weights, self._cache
+
+    def _check(self, request: Request) -> None:
+        length = len(request.prompt) + request.max_new_tokens
+        if length > self._context:
+            raise ValueError(
+                f"request {request.id}: a prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones "
+                f"do not fit the model's context of {self._context}"
+            )
+        if not request.prompt or request.num_samples < 1 or request.max_new_tokens < 1 or request.temperature < 0:
+            raise ValueError(f"request {request.id}: empty prompt, or a number out of range: {request}")
+        if min(request.prompt) < 0 or max(request.prompt) >= self._vocab:
+            raise ValueError(f"request {request.id}: a prompt token lies outside the vocabulary of {self._vocab}")
+
+    def _decode(self) -> list[torch.Tensor]:
+        longest = int(self._cached.max())
+        self._cache.reserve(len(self._cached), longest + 1)
+        inputs = torch.from_numpy(np.stack([self._pending, self._cached])).to(self._device)
+        mask = self._cache.begin_decode(inputs[1], longest)
+        hidden = last_hidden(
+            self._model,
+            inputs[0][:, None],
+            attention_mask=mask,
+            position_ids=inputs[1][:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._cached = self._cached + 1
+        return [hidden[:, 0]]
+
+    def _prefill(self, first_row: int, prompts: list[npt.NDArray[np.int64]]) -> list[torch.Tensor]:
+        """Read whole prompts into rows from ``first_row``; last hidden states, in order."""
+        hidden = []
+        for start, stop in _chunks([len(p) for p in prompts], _PREFILL_TOKENS):
+            lengths = np.asarray([len(p) for p in prompts[start:stop]])
+            ids = np.zeros((stop - start, lengths.max()), np.int64)
+            ids[np.arange(ids.shape[1]) < lengths[:, None]] = np.concatenate(prompts[start:stop])
+            self._cache.reserve(first_row + stop, ids.shape[1])
+            self._cache.begin_prefill(first_row + start, stop - start)
+            # padded on the right: what comes after a prompt's end is not seen by it, and overwritten later
+            states = last_hidden(
+                self._model,
+                torch.from_numpy(ids).to(self._device),
+                position_ids=torch.arange(ids.shape[1], device=self._device)[None],
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+            index = torch.from_numpy(np.stack([np.arange(len(lengths)), lengths - 1])).to(self._device)
+            hidden.append(states[index[0], index[1]])
+        return hidden
+
+    def _sample(self, hidden: torch.Tensor) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Token and log-probability of each running sample, in one transfer to the host."""
+        draws = self._slots.draws(len(hidden))
+        size = max(1, _LOGITS // self._vocab)
+        parts = []
+        for start in range(0, len(hidden), size):
+            rows = slice(start, start + size)
+            tokens, logprobs = sample_tokens(self._head(hidden[rows]), draws.temperature[rows], draws.u[rows])
+            parts.append(torch.stack([tokens.int(), logprobs.view(torch.int32)]))
+        packed = torch.cat(parts, 1).cpu().numpy()[:, draws.row, draws.rank]
+        logprobs_host = packed[1].view(np.float32)
+        if not np.isfinite(logprobs_host).all():
+            raise WeightsError(f"version {self._version} of the weights gives log-probabilities that are not numbers")
+        return packed[0], logprobs_host
+
+    def _branch(self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> None:
+        """Give each distinct continuation of a row its own row, and free rows that nothing continues."""
+        plan = plan_rows(rows, tokens)
+        if len(plan.source):
+            self._cache.copy_rows(plan.source, plan.target, int(self._cached[plan.source].max()))
+        self._cached, self._pending = self._cached[plan.parent], plan.token
+        self._slots.move(plan.row)
+
+
+def _chunks(lengths: Sequence[int], budget: int) -> Iterator[tuple[int, int]]:
+    """Ranges (start, stop) of consecutive prompts whose padded size is within ``budget``, at least one prompt each."""
+    start, longest = 0, 0
+    for index, length in enumerate(lengths):
+        longest = max(longest, length)
+        if index > start and longest * (index + 1 - start) > budget:
+            yield start, index
+            start, longest = index, length
+    if lengths:
+        yield start, len(lengths)

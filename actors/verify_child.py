@@ -1,0 +1,111 @@
+"""The pool's side of one verifier child: a process, a socket to it, and bytes that wait to be written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.verify_wire import Unpacker
+
+_ROOT = Path(__file__).resolve().parents[1]
+_CHUNK = 1 << 18
+
+
+class Child:
+    """A running ``actors.verify_worker``; it leads a session of its own, so that all it starts can be killed with it.
+
+    The socket is not its stdin or stdout, so whatever user code prints cannot get between the messages.
+
+    Args:
+        verifier: ``module:function``.
+        search: folders that come first on the child's ``sys.path``.
+    """
+
+    def __init__(self, verifier: str, search: Sequence[str]) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        self._outbox = bytearray()
+        self._unpacker = Unpacker()
+        self.gone = False
+        """Its end of the socket is closed: the process has ended."""
+        path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+        descriptor = str(theirs.fileno())
+        with theirs:
+            # -P: a file of the user's must not take the place of a module of ours or of the standard library
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-u",
+                    "-P",
+                    "-m",
+                    "actors.verify_worker",
+                    descriptor,
+                    str(os.getpid()),
+                    verifier,
+                    *search,
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,
+            )
+
+    def fileno(self) -> int:
+        """Descriptor that becomes readable with a reply or at the end of the process."""
+        return self._socket.fileno()
+
+    @property
+    def wants_to_write(self) -> bool:
+        """Whether part of a message waits for room in the socket."""
+        return bool(self._outbox)
+
+    def send(self, message: bytes) -> None:
+        """Queue a packed message and write what fits; the rest goes with the next :meth:`receive`."""
+        self._outbox += message
+        self._flush()
+
+    def receive(self) -> list[Any]:
+        """Messages that have arrived; sets ``gone`` at the end of the stream."""
+        self._flush()
+        messages: list[Any] = []
+        while not self.gone:
+            try:
+                data = self._socket.recv(_CHUNK)
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                data = b""
+            if not data:
+                self.gone = True
+            messages.extend(self._unpacker.feed(data))
+        return messages
+
+    def kill(self) -> None:
+        """Kill the process and what it started, and close the socket; does not wait."""
+        with contextlib.suppress(ProcessLookupError):  # ended and reaped already
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._socket.close()
+
+    def reap(self, timeout_s: float = 0.0) -> bool:
+        """Collect the exit status of a killed process; false if it is not there yet."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _flush(self) -> None:
+        try:
+            while self._outbox:
+                del self._outbox[: self._socket.send(self._outbox)]
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            self._outbox.clear()
