@@ -92,6 +92,7 @@ class Rollout:
         self._usable = False
         self._stop: Stop | None = None
         self._offered = 0
+        self._received = 0
         self._verifier_failures = 0
         self._commit_failures = 0
         self._wanted = math.ceil(config.actors.slots / config.sampling.group_size) + 1
@@ -157,6 +158,7 @@ class Rollout:
 
     def _accept(self, tickets: list[Ticket]) -> None:
         self._offered = max(0, self._offered - len(tickets))
+        self._received += len(tickets)
         sampling, requests = self._config.sampling, []
         for ticket in tickets:
             problem = self._problems[ticket.task_index]
@@ -306,7 +308,7 @@ class Rollout:
         count = max(0, self._wanted - len(self._generating))
         if count > self._offered:
             self._offered = count
-            self._client.send("credit", count=count)
+            self._client.send("credit", count=count, received=self._received)
 
     def _idle(self) -> bool:
         working_here = self._engine.fileno() is None and self._engine.num_running > 0

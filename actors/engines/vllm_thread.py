@@ -14,6 +14,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
@@ -75,8 +76,10 @@ class VLLMThread:
         self._loop = asyncio.new_event_loop()
         self._engine: Any = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._others = set(multiprocessing.active_children())
         self._children: list[BaseProcess] = []
-        self._dead: asyncio.Event = asyncio.Event()
+        self._dead = asyncio.Event()
+        self._folder = tempfile.TemporaryDirectory(prefix="async_rl-vllm-", ignore_cleanup_errors=True)
         self.vocab_size = 0
         self._thread = threading.Thread(target=self._run, name="vllm-loop", daemon=True)
         self._thread.start()
@@ -117,17 +120,28 @@ class VLLMThread:
         self._loop.call_soon_threadsafe(self._cancel, keys)
 
     def close(self, deadline_s: float) -> None:
-        """End requests, vLLM, its processes and the thread; processes still there at the deadline are killed."""
+        """End requests, vLLM, its processes and the thread; each of these steps takes at most ``deadline_s``."""
         self._inbox.close()
+        if self._engine is None:  # still starting: that ends when its process does
+            self._kill()
         if self._thread.is_alive():
             with contextlib.suppress(TimeoutError):
-                asyncio.run_coroutine_threadsafe(self._shutdown(deadline_s), self._loop).result(2 * deadline_s)
+                asyncio.run_coroutine_threadsafe(self._shutdown(), self._loop).result(deadline_s)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(deadline_s)
+        self._kill()
+        for child in self._children:
+            child.join(deadline_s)
+        self._folder.cleanup()
+
+    def _kill(self) -> None:
+        self._children = self._children or self._started()
         for child in self._children:
             if child.is_alive():
                 child.kill()
-            child.join(deadline_s)
+
+    def _started(self) -> list[BaseProcess]:
+        return [p for p in multiprocessing.active_children() if p not in self._others]
 
     # -- in the loop's thread
 
@@ -140,12 +154,11 @@ class VLLMThread:
         self._loop.close()
 
     async def _boot(self) -> None:
-        with _environment():
+        with _environment(self._folder.name):
             try:
                 from vllm.v1.engine.async_llm import AsyncLLM
             except ImportError as error:
                 raise AsyncRLError(f"{_MISSING} ({error})") from None
-            before = set(multiprocessing.active_children())
             try:
                 config = _vllm_config(self._settings)
                 self.vocab_size = config.model_config.get_vocab_size()
@@ -153,7 +166,7 @@ class VLLMThread:
             except Exception as error:
                 raise AsyncRLError(f"vLLM could not start with {self._settings.model_path}: {error}") from error
             finally:
-                self._children = [p for p in multiprocessing.active_children() if p not in before]
+                self._children = self._started()
         for child in self._children:
             self._loop.add_reader(child.sentinel, self._on_exit, child)
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -237,7 +250,7 @@ class VLLMThread:
         await self._engine.finish_weight_update(weight_version=str(version))
         await self._engine.resume_generation()
 
-    async def _shutdown(self, deadline_s: float) -> None:
+    async def _shutdown(self) -> None:
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -245,7 +258,7 @@ class VLLMThread:
         for child in self._children:
             self._loop.remove_reader(child.sentinel)
         if self._engine is not None:
-            self._engine.shutdown(timeout=deadline_s)
+            self._engine.shutdown(timeout=0)  # its process has nothing to save, and would take seconds to say so
             self._engine = None
 
 
@@ -301,10 +314,14 @@ def _kv_cache_bytes(config: Any, settings: Settings) -> int:
 
 
 @contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """Set vLLM's environment for a block; what vLLM adds (preloaded libraries) does not reach our other children."""
+def _environment(folder: str) -> Iterator[None]:
+    """Set vLLM's environment for a block; what vLLM adds (preloaded libraries) does not reach our other children.
+
+    Args:
+        folder: for its sockets and files, which it leaves behind.
+    """
     saved = dict(os.environ)
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT, VLLM_RPC_BASE_PATH=folder, TMPDIR=folder)
     for key, value in DEFAULTS.items():
         os.environ.setdefault(key, value)
     try:

@@ -1,1 +1,1 @@
-"""Versioned weights: the manifest that describes them, the shared-memory segment that holds them, and the chunk server."""
+"""Versioned weights: the manifest that describes them, the segment that holds them, the chunk server and its client."""

@@ -1,6 +1,8 @@
 """What a version of the weights is made of: tensors in one flat buffer, and a checksum per chunk as proof.
 
-    flat bytes │ tensor a │ tensor b │ ...      chunks of ``chunk_bytes``, xxh3-64 each; ``checksum`` covers them all
+    flat bytes │ tensor a │ tensor b │ ...      chunks of ``chunk_bytes``, xxh3-64 each
+
+The manifest's ``checksum`` covers the checksums of all chunks.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import xxhash
 from async_rl.errors import WeightsError
 
 MAX_TENSORS = 100_000
+MAX_DIMENSIONS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class Manifest:
                 segment=str(fields["segment"]),
                 host=str(fields["host"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise WeightsError(f"malformed manifest: {error!r}") from None
         manifest.check()
         return manifest
@@ -91,10 +94,12 @@ class Manifest:
         """Raise :class:`WeightsError` unless tensors lie inside the buffer and the chunks cover it."""
         if len(self.tensors) > MAX_TENSORS or self.chunk_bytes < 1 or self.nbytes < 0 or self.version < 0:
             raise WeightsError("manifest: impossible sizes")
-        if len(self.chunks) != math.ceil(self.nbytes / self.chunk_bytes):
+        if len(self.chunks) != -(-self.nbytes // self.chunk_bytes):
             raise WeightsError(f"manifest: {len(self.chunks)} chunks do not cover {self.nbytes} bytes")
         for t in self.tensors:
-            if t.dtype not in ("float32", "bfloat16") or t.offset < 0 or t.offset + t.nbytes > self.nbytes:
+            if t.dtype not in ("float32", "bfloat16") or len(t.shape) > MAX_DIMENSIONS or min(t.shape, default=0) < 0:
+                raise WeightsError(f"manifest: tensor {t.name} is {t.dtype} {t.shape}")
+            if t.offset < 0 or t.offset + t.nbytes > self.nbytes:
                 raise WeightsError(f"manifest: tensor {t.name} lies outside the buffer")
         if combine(self.chunks) != self.checksum:
             raise WeightsError("manifest: the checksum does not cover the chunks")
@@ -110,7 +115,9 @@ class Manifest:
         for index, expected in enumerate(self.chunks):
             if xxhash.xxh3_64_intdigest(self.chunk(data, index)) != expected:
                 where = [t.name for t in self.tensors if t.offset < (index + 1) * self.chunk_bytes]
-                raise WeightsError(f"version {self.version}: chunk {index} (up to {where[-1:]}) is not what was published")
+                raise WeightsError(
+                    f"version {self.version}: chunk {index} (up to {where[-1:]}) is not what was published"
+                )
 
 
 def combine(chunks: Sequence[int]) -> str:

@@ -1,0 +1,97 @@
+"""The account of the run: what monitors see, what rank 0 hears with its shard, what ``books.json`` says.
+
+ledger, roster, versions, evaluations ─► status (monitors) · stats (rank 0) · books.json (readers of the folder)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from async_rl.buffer.batch_stats import BatchStats, describe_ages
+from async_rl.buffer.ledger import Ledger
+from async_rl.buffer.roster import Roster
+from async_rl.buffer.versions import Versions
+
+
+class Account:
+    """Reads what the others keep, and keeps what nobody else does: evaluations and the learner's own figures."""
+
+    def __init__(self, ledger: Ledger, roster: Roster, versions: Versions, refused: Counter[str], run_id: str) -> None:
+        self._ledger = ledger
+        self._roster = roster
+        self._versions = versions
+        self._refused = refused
+        self._run_id = run_id
+        self._utilization: dict[str, float | None] = {"learner": None, "actors": None}
+        self._news: list[dict[str, Any]] = []
+        self.evals: list[dict[str, Any]] = []
+        """``version`` and ``metrics``, in order of arrival."""
+        self.learner_stats: dict[str, float] = {}
+        """What rank 0 sent with its last step."""
+        self.last: BatchStats | None = None
+        """The newest trained batch."""
+        self.status, self.reason = "running", ""
+
+    def evaluated(self, version: int, metrics: dict[str, float]) -> None:
+        """A finished evaluation."""
+        self.evals.append({"version": version, "metrics": metrics})
+        self._news.append(self.evals[-1])
+
+    def glance(self) -> dict[str, Any]:
+        """The ``status`` message."""
+        batch = self.last.to_plain() if self.last else {}
+        return {
+            "status": self.status,
+            "step": self._ledger.version,
+            "steps": self._ledger.rules.steps,
+            "books": self._ledger.books(),
+            "stats": {k: batch[k] for k in ("reward", "accuracy", "length") if k in batch} | self.learner_stats,
+            "staleness": batch.get("age"),
+            "utilization": self._utilization,
+            "evals": self.evals,
+            "fenced": [s.name for s in self._roster.of("actor") if s.fenced],
+            "clients": [s.to_plain() for s in self._roster],
+        }
+
+    def shard_stats(self) -> dict[str, Any]:
+        """What rank 0 hears with its shard, beside the batch's own figures; evaluations once each."""
+        news, self._news = self._news, []
+        self._utilization = {
+            "learner": self._roster.utilization("learner"),
+            "actors": self._roster.utilization("actor"),
+        }
+        return {
+            "books": self._ledger.books(),
+            "filtered": dict(self._ledger.filtered),
+            "failed": dict(self._ledger.failed),
+            "tokens": dict(self._ledger.tally.tokens),
+            "lengths": self._lengths(),
+            "utilization": self._utilization,
+            "evals": news,
+        }
+
+    def books(self) -> dict[str, Any]:
+        """The content of ``books.json``."""
+        ledger, tally = self._ledger, self._ledger.tally
+        return {
+            "status": self.status,
+            "reason": self.reason,
+            "run_id": self._run_id,
+            "step": ledger.version,
+            "steps": ledger.rules.steps,
+            "books": ledger.books(),
+            "filtered": dict(ledger.filtered),
+            "failed": dict(ledger.failed),
+            "refused": dict(self._refused),
+            "staleness": {**describe_ages(tally.ages), "bound": ledger.rules.max_staleness},
+            "tokens": {"generated": tally.tokens["generated"], "trained": tally.tokens["trained"]},
+            "lengths": self._lengths(),
+            "weights": self._versions.to_plain(),
+            "utilization": self._utilization,
+            "clients": self._roster.to_plain(),
+        }
+
+    def _lengths(self) -> dict[str, float | None]:
+        """Mean sampled tokens per sequence by fate: losing the long ones would bias towards short answers."""
+        return {fate: self._ledger.tally.mean_length(fate) for fate in ("trained", "filtered", "lost")}

@@ -1,0 +1,48 @@
+"""Who may come in: the checks of a ``hello``, each with the sentence that the client prints. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from async_rl.buffer.fields import take
+from async_rl.config import Config
+from async_rl.protocol import PROTOCOL_VERSION, ROLES
+from async_rl.wire import SCHEMA_VERSION, Header
+
+
+def refusal(hello: Header, config: Config, worlds: Collection[int]) -> str:
+    """Why this client cannot take part; empty if it can.
+
+    Args:
+        hello: its first message.
+        config: of the run.
+        worlds: group sizes that the connected learner ranks named.
+
+    Raises:
+        WireError: a field is missing or of the wrong type.
+    """
+    protocol, schema, contract = (hello.get(k) for k in ("protocol", "schema", "contract"))
+    if protocol != PROTOCOL_VERSION or schema != SCHEMA_VERSION:
+        return (
+            f"the server speaks protocol {PROTOCOL_VERSION} with schema {SCHEMA_VERSION}, you speak {protocol!r} with "
+            f"{schema!r}: install the same version of async-rl on both hosts"
+        )
+    if contract != config.contract_hash():
+        return (
+            f"model, task, sampling or seed differ between your configuration (contract {contract!r}) and the server's "
+            f"({config.contract_hash()!r}): start both from the same config.toml"
+        )
+    if hello.get("role") not in ROLES or not 0 < len(take(hello, "name", str)) <= 200:
+        return f"a client needs a name of 1 to 200 characters and a role of {', '.join(ROLES)}"
+    return _learner_refusal(hello, config, worlds) if hello["role"] == "learner" else ""
+
+
+def _learner_refusal(hello: Header, config: Config, worlds: Collection[int]) -> str:
+    rank, world = take(hello, "rank", int, 0), take(hello, "world", int, 1)
+    most = config.buffer.groups_per_step // config.algorithm.minibatches
+    if not 0 <= rank < world <= most:
+        return f"rank {rank} of {world}: a mini-batch of {most} groups feeds 1 to {most} ranks"
+    others = set(worlds) - {world}
+    if others:
+        return f"this rank belongs to a group of {world}, the connected ones to a group of {others.pop()}"
+    return ""

@@ -1,0 +1,129 @@
+"""Who is connected, and what each client said last.
+
+hello ─► Session ─ heard, beats, live ─► ... ─► bye | silent | dead | replaced ─► kept for the final account
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from async_rl.protocol import Role
+from async_rl.timer import WORK, utilization
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """One client."""
+
+    identity: bytes
+    """Its address on the ROUTER."""
+    name: str
+    role: Role
+    rank: int
+    world: int
+    pid: int
+    host: str
+    heard: float
+    """Time of its last message."""
+    seq: int
+    """Number of its last message."""
+    gaps: int = 0
+    """Messages that never came."""
+    gone: str = ""
+    """Why it is no longer connected; empty while it is."""
+    credit: int = 0
+    """Tickets that it can take now (actors)."""
+    tickets: int = 0
+    """Tickets sent to it."""
+    live: int = -1
+    """Version that it holds, proven by checksum; -1: none (actors, evaluators)."""
+    fenced: bool = False
+    """Too late with an announced version: no tickets until it has caught up."""
+    wants: int = -1
+    """Step that it waits for (learners); -1: none."""
+    state: str = "starting"
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds per state, cumulative, from its timer."""
+    marks: dict[str, float] = field(default_factory=dict)
+    """The same at the last step."""
+    share: float | None = None
+    """Utilisation over the last interval that was measured."""
+    cpu_s: float = 0.0
+    rss_bytes: float = 0.0
+    in_flight: int = 0
+    info: dict[str, float] = field(default_factory=dict)
+    """Counters of its own."""
+
+    def measure(self) -> float | None:
+        """Utilisation since the last call that saw new seconds; ``None`` before anything but start-up was measured."""
+        delta = {k: v - self.marks.get(k, 0.0) for k, v in self.seconds.items()}
+        if sum(v for k, v in delta.items() if k != "starting") > 0:
+            self.share = utilization(delta)
+            self.marks = dict(self.seconds)
+        return self.share
+
+    def to_plain(self) -> dict[str, Any]:
+        """For ``books.json`` and ``status``."""
+        return {
+            "name": self.name,
+            "role": self.role,
+            "state": self.gone or self.state,
+            "connected": not self.gone,
+            "host": self.host,
+            "pid": self.pid,
+            "live": self.live,
+            "fenced": self.fenced,
+            "in_flight": self.in_flight,
+            "gaps": self.gaps,
+            "info": self.info,
+            "cpu_s": round(self.cpu_s, 3),
+            "rss_bytes": int(self.rss_bytes),
+            "utilization": utilization(self.seconds) if any(s in WORK for s in self.seconds) else None,
+        }
+
+
+class Roster:
+    """Sessions by identity while connected, by name for good."""
+
+    def __init__(self) -> None:
+        self._connected: dict[bytes, Session] = {}
+        self._named: dict[str, Session] = {}
+
+    def __iter__(self) -> Iterator[Session]:
+        """Connected sessions, in order of arrival; safe against changes meanwhile."""
+        return iter(list(self._connected.values()))
+
+    def find(self, identity: bytes) -> Session | None:
+        """Whose messages come from ``identity``."""
+        return self._connected.get(identity)
+
+    def named(self, name: str) -> Session | None:
+        """The connected session of that name."""
+        session = self._named.get(name)
+        return session if session is not None and not session.gone else None
+
+    def of(self, *roles: Role) -> list[Session]:
+        """Connected sessions of these roles."""
+        return [s for s in self._connected.values() if s.role in roles]
+
+    def join(self, session: Session) -> None:
+        """Add a session; the caller has let go of the previous one of that name."""
+        self._connected[session.identity] = session
+        self._named[session.name] = session
+
+    def leave(self, session: Session, why: str) -> None:
+        """No longer connected; its account stays."""
+        session.gone = why
+        session.credit = 0
+        self._connected.pop(session.identity, None)
+
+    def utilization(self, role: Role) -> float | None:
+        """Mean utilisation of a role over the last interval."""
+        shares = [share for s in self.of(role) if (share := s.measure()) is not None]
+        return sum(shares) / len(shares) if shares else None
+
+    def to_plain(self) -> list[dict[str, Any]]:
+        """Every client that ever was, the last of each name."""
+        return [s.to_plain() for s in self._named.values()]

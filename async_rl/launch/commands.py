@@ -1,0 +1,84 @@
+"""The command line of each process of a run, and which GPUs it may see. Pure: nothing is started here."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commands:
+    """How the processes of one run are started."""
+
+    config: Path
+    """The resolved configuration in the run folder."""
+    out: Path
+    """Run folder."""
+    ranks: int
+    """Processes of the learner group."""
+    resume: Path | None = None
+    """Checkpoint folder to continue from."""
+
+    def server(self) -> list[str]:
+        """The buffer server; it writes ``out/server.json`` once its socket is bound."""
+        return [
+            sys.executable,
+            "-m",
+            "async_rl.buffer.server",
+            str(self.config),
+            "--out",
+            str(self.out),
+            *self._resume(),
+        ]
+
+    def learner(self, address: str) -> list[str]:
+        """The learner group under torchrun."""
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
+        main = ["-m", "learner.main", str(self.config), "--out", str(self.out), "--connect", address]
+        return [*launch, *main, *self._resume()]
+
+    def actor(self, address: str, name: str) -> list[str]:
+        """One rollout actor."""
+        return [sys.executable, "-m", "actors.main", str(self.config), "--connect", address, "--name", name]
+
+    def evaluator(self, address: str) -> list[str]:
+        """The held-out evaluation."""
+        return [sys.executable, "-m", "actors.evaluator", str(self.config), "--connect", address]
+
+    def _resume(self) -> list[str]:
+        return ["--resume", str(self.resume)] if self.resume else []
+
+
+def visible_gpus(env: Mapping[str, str]) -> list[str]:
+    """Identifiers of the GPUs that this process may use, in order, without importing torch."""
+    if "CUDA_VISIBLE_DEVICES" in env:
+        return [part.strip() for part in env["CUDA_VISIBLE_DEVICES"].split(",") if part.strip() not in ("", "-1")]
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    try:
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired:
+        return []
+    gpus = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    return [str(index) for index in range(len(gpus))] if listed.returncode == 0 else []
+
+
+def assign_gpus(gpus: Sequence[str], ranks: int, actors: int) -> dict[str, str]:
+    """``CUDA_VISIBLE_DEVICES`` per process name: the learner first, then the actors, who share when there are too few.
+
+    With more GPUs than ranks the actors take turns on the rest; with no more they take turns on all of them, beside the
+    learner. The evaluator sits with the last actor. Without GPUs nothing is assigned.
+    """
+    if not gpus:
+        return {}
+    learner = list(gpus[:ranks])
+    shared = list(gpus[ranks:]) or list(gpus)
+    assigned = {"learner": ",".join(learner)}
+    assigned |= {f"actor{i}": shared[i % len(shared)] for i in range(actors)}
+    assigned["evaluator"] = shared[max(0, actors - 1) % len(shared)]
+    return assigned

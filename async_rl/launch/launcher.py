@@ -1,0 +1,317 @@
+"""Starts the processes of a run, watches them, ends them: after it returns none is left, whatever happened.
+
+    server ──server.json──► launcher ──address──► learner group, actors, evaluator
+       ▲ └─ status, stop ─► monitor ─► display
+       └─── dead, stop, fatal
+
+| event                          | what follows                                                                      |
+|--------------------------------|-----------------------------------------------------------------------------------|
+| an actor or the evaluator dies | reported to the server, started again after 1, 2, 4 s, then given up               |
+| the last actor is given up     | the run fails                                                                     |
+| server or learner dies         | the run fails, with the end of its log in the message                             |
+| the server says stop           | every process has a bounded time to leave                                         |
+| Ctrl-C or SIGTERM              | the server is asked to stop: the learner writes a checkpoint; exit code 130 or 143 |
+| the same again                 | everything is killed at once                                                      |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from async_rl.errors import AsyncRLError
+from async_rl.launch.children import Child, become_subreaper, cause, end_all, end_descendants, wait_all
+from async_rl.launch.commands import Commands
+from async_rl.launch.interrupts import Interrupts
+from async_rl.runfolder import read_json
+
+SERVER_START_S = 60.0
+"""The server must have bound its address within this time."""
+CONNECT_S = 30.0
+WIND_DOWN_S = 300.0
+"""Time for the last checkpoint and evaluation after a stop."""
+FAILED_S = 10.0
+"""Time to leave after an error."""
+MAX_RESTARTS = 3
+BACKOFF_S = 1.0
+"""Before the first restart; twice as long before each further one."""
+_TURN_S = 0.2
+
+Status = Literal["completed", "stopped", "failed"]
+
+
+class Monitor(AbstractContextManager["Monitor"], Protocol):
+    """The launcher's line to the server; :class:`async_rl.client.Client` is the real one."""
+
+    def connect(self, timeout_s: float) -> Mapping[str, Any]:
+        """Say hello; the welcome."""
+
+    def send(self, kind: str, /, **fields: Any) -> None:
+        """Send a message."""
+
+    def receive(self, timeout_s: float) -> Sequence[tuple[Mapping[str, Any], Any]]:
+        """Messages that came within the time."""
+
+
+class Display(Protocol):
+    """Where the run shows itself."""
+
+    def update(self, status: Mapping[str, Any]) -> None:
+        """Take a ``status`` message."""
+
+    def note(self, text: str) -> None:
+        """Say one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How the run ended."""
+
+    status: Status
+    reason: str
+    """One sentence; with the end of a log when a process died."""
+    exit_code: int
+    wall_s: float
+    cpu_s: Mapping[str, float]
+    """User and system seconds per process name, over all its lives."""
+    restarts: Mapping[str, int]
+    """Restarts per process name, where there were any."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """An actor or the evaluator: a process that may be started again."""
+
+    name: str
+    command: Sequence[str]
+    child: Child | None = None
+    restarts: int = 0
+    restart_at: float | None = None
+    """When the next life begins; ``None`` while it lives or once it is given up."""
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it is dead for good."""
+        return self.child is None and self.restart_at is None
+
+
+@dataclass(slots=True)
+class Launcher:
+    """One run on this machine. Use it once, from the main thread.
+
+    Args:
+        commands: how each process is started.
+        env: environment of every process.
+        gpus: ``CUDA_VISIBLE_DEVICES`` per process name.
+        actors: how many actors are started here; 0 when they connect from other hosts.
+        monitor: makes the line to the server at an address.
+        cleanup: frees what a killed process may have left, given the run id.
+    """
+
+    commands: Commands
+    env: Mapping[str, str]
+    gpus: Mapping[str, str]
+    actors: int
+    display: Display
+    interrupts: Interrupts
+    monitor: Callable[[str], Monitor]
+    cleanup: Callable[[str], object]
+    children: list[Child] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
+
+    def run(self) -> Outcome:
+        """Start everything and stay until the end."""
+        become_subreaper()
+        began, run_id = time.monotonic(), ""
+        try:
+            address, run_id = self._start_server()
+            with self.monitor(address) as line:
+                line.connect(CONNECT_S)
+                self._start_others(address)
+                status, reason = self._watch(line)
+        except AsyncRLError as error:
+            status, reason = "failed", str(error)
+            if self.interrupts.count:
+                status = "stopped"
+        finally:
+            end_all(self.children, grace_s=4.0 if self.interrupts.count < 2 else 0.0)
+            end_descendants()
+            if run_id:
+                self.cleanup(run_id)
+        return self._outcome(status, reason, time.monotonic() - began)
+
+    # -- start
+
+    def _start_server(self) -> tuple[str, str]:
+        note = self.commands.out / "server.json"
+        note.unlink(missing_ok=True)
+        server = self._start("server", self.commands.server())
+        deadline = time.monotonic() + SERVER_START_S
+        while not (found := read_json(note)).get("address"):
+            if server.poll() is not None:
+                raise AsyncRLError(describe(server))
+            if self.interrupts.count:
+                raise AsyncRLError("interrupted while starting")
+            if time.monotonic() > deadline:
+                raise AsyncRLError(
+                    f"the buffer server did not bind its address within {SERVER_START_S:.0f} s; {_see(server)}"
+                )
+            wait_all([server], 0.05)
+        return local_address(str(found["address"])), str(found.get("run_id", ""))
+
+    def _start_others(self, address: str) -> None:
+        self._start("learner", self.commands.learner(address))
+        names = [f"actor{i}" for i in range(self.actors)]
+        self.workers = [Worker(name, self.commands.actor(address, name)) for name in names]
+        self.workers.append(Worker("evaluator", self.commands.evaluator(address)))
+        for worker in self.workers:
+            worker.child = self._start(worker.name, worker.command)
+
+    def _start(self, name: str, command: Sequence[str]) -> Child:
+        env = dict(self.env)
+        if name in self.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = self.gpus[name]
+        child = Child.start(name, command, self.commands.out / "logs" / f"{name}.log", env)
+        self.children.append(child)
+        return child
+
+    # -- watch
+
+    def _watch(self, line: Monitor) -> tuple[Status, str]:
+        """Until all have left, a process that cannot be replaced dies, or the user asks twice."""
+        server, learner = self.children[0], self.children[1]
+        stop: Mapping[str, Any] | None = None
+        deadline: float | None = None
+        asked = False
+        while True:
+            stop = self._listen(line, server, stop)
+            if self.interrupts.count and not asked:
+                asked, deadline = True, time.monotonic() + WIND_DOWN_S
+                self.display.note("stopping: the learner writes a checkpoint (once more to end at once)")
+                line.send("stop", reason="asked to stop")
+            if self.interrupts.count > 1:
+                return "stopped", "ended at once on request; the newest checkpoint is from before"
+            if stop is not None and deadline is None:
+                deadline = time.monotonic() + (FAILED_S if stop["error"] else WIND_DOWN_S)
+            ended = self._ended(server, learner, stop)
+            if ended is None and stop is None and not asked:
+                ended = self._tend_workers(line)
+            if ended is not None:
+                if ended[0] == "failed" and stop is None and server.poll() is None:
+                    self._announce_failure(line, ended[1])
+                return ended if ended[0] == "failed" or not asked else ("stopped", "asked to stop")
+            if deadline is not None and time.monotonic() > deadline:
+                return self._late(stop)
+
+    def _listen(self, line: Monitor, server: Child, stop: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        gone = server.poll() is not None
+        if gone:
+            wait_all(self.children, _TURN_S)
+        try:
+            messages = line.receive(0.0 if gone else _TURN_S)
+        except AsyncRLError:
+            if gone:  # a server that has left says nothing more
+                return stop
+            raise
+        for header, _ in messages:
+            if header["type"] == "status":
+                self.display.update(header)
+            elif header["type"] == "stop":
+                stop = header
+        return stop
+
+    def _ended(self, server: Child, learner: Child, stop: Mapping[str, Any] | None) -> tuple[Status, str] | None:
+        """The end of the run, once it is clear; ``None`` before."""
+        if stop is not None and stop["error"]:
+            return ("failed", self._failure(stop)) if all(c.poll() is not None for c in self.children) else None
+        if learner.poll():
+            return "failed", describe(learner)
+        if server.poll():
+            return "failed", describe(server)
+        if server.poll() == 0 and learner.poll() == 0:
+            late = wait_all(self.children, FAILED_S)
+            if late:
+                self.display.note(f"{', '.join(c.name for c in late)} did not leave by itself and was ended")
+            stopped = read_json(self.commands.out / "books.json").get("status") == "stopped"
+            return "stopped" if stopped else "completed", str(stop["reason"]) if stop else "done"
+        return None
+
+    def _failure(self, stop: Mapping[str, Any]) -> str:
+        """The server's sentence, and the end of the learner's log when that holds a traceback."""
+        reason, learner = str(stop["reason"]), self.children[1]
+        return f"{reason}\n{last_lines(learner)}" if any("Traceback" in line for line in learner.tail(60)) else reason
+
+    def _late(self, stop: Mapping[str, Any] | None) -> tuple[Status, str]:
+        alive = ", ".join(c.name for c in self.children if c.poll() is None)
+        if stop is not None and stop["error"]:
+            return "failed", self._failure(stop)
+        return "failed", f"did not wind down within {WIND_DOWN_S:.0f} s: {alive} still ran"
+
+    def _announce_failure(self, line: Monitor, reason: str) -> None:
+        line.send("fatal", reason=reason.partition("\n")[0])
+        wait_all(self.children, FAILED_S)
+
+    def _tend_workers(self, line: Monitor) -> tuple[Status, str] | None:
+        """Report and replace workers that died; the end of the run if no actor is left."""
+        for worker in self.workers:
+            if worker.child is not None and worker.child.poll():  # 0 means that it left on purpose
+                self._bury(worker, line)
+            elif worker.restart_at is not None and time.monotonic() >= worker.restart_at:
+                worker.restarts, worker.restart_at = worker.restarts + 1, None
+                worker.child = self._start(worker.name, worker.command)
+        here = [worker for worker in self.workers if worker.name != "evaluator"]
+        if here and all(worker.given_up for worker in here):
+            last = next(c for c in reversed(self.children) if c.name == here[-1].name)
+            return "failed", f"no actor is left; {describe(last)}"
+        return None
+
+    def _bury(self, worker: Worker, line: Monitor) -> None:
+        child = worker.child
+        assert child is not None
+        line.send("dead", name=worker.name)
+        again = worker.restarts < MAX_RESTARTS
+        worker.child = None
+        worker.restart_at = time.monotonic() + BACKOFF_S * 2**worker.restarts if again else None
+        end = "starts again" if again else "is given up"
+        why = cause(child.log)
+        self.display.note(f"{worker.name} {child.describe_end()} and {end}{f': {why}' if why else ''}; {_see(child)}")
+
+    # -- end
+
+    def _outcome(self, status: Status, reason: str, wall_s: float) -> Outcome:
+        cpu_s: dict[str, float] = {}
+        for child in self.children:
+            cpu_s[child.name] = cpu_s.get(child.name, 0.0) + child.cpu_s
+        codes = {"completed": 0, "failed": 1, "stopped": self.interrupts.exit_code or 1}
+        return Outcome(
+            status=status,
+            reason=reason,
+            exit_code=codes[status],
+            wall_s=wall_s,
+            cpu_s={name: round(value, 3) for name, value in cpu_s.items()},
+            restarts={w.name: w.restarts for w in self.workers if w.restarts},
+        )
+
+
+def describe(child: Child) -> str:
+    """Why a process ended: its own sentence if it left one, and the last lines of its log."""
+    why = cause(child.log)
+    return f"{child.name} {child.describe_end()}{f': {why}' if why else ''}\n{last_lines(child)}"
+
+
+def last_lines(child: Child) -> str:
+    """The end of its log, as a quotation."""
+    lines = "\n".join(f"  {line}" for line in child.tail())
+    return f"last lines of {child.log}:\n{lines}" if lines else f"{child.log} is empty"
+
+
+def local_address(address: str) -> str:
+    """The address for clients on this host, when the server listens on all interfaces."""
+    return address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//*:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
+def _see(child: Child) -> str:
+    return f"see {child.log}"

@@ -1,0 +1,137 @@
+"""What the settings mean together, printed before a run starts: batch, tickets, staleness, bytes per weight sync."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from async_rl.config import Config
+
+_MAX_HEADER_BYTES = 100 << 20
+SMALL_GROUP = 4
+"""Below this size the group's mean and deviation are too noisy to normalise by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overview:
+    """Numbers derived from a configuration."""
+
+    sequences_per_step: int
+    """groups per step × group size."""
+    sampled_tokens_per_step: int
+    """Most sampled tokens of one step."""
+    updates_per_step: int
+    """Optimiser updates: mini-batches × epochs."""
+    tickets_in_flight: int
+    """Most tickets that are open, scoring or ready: (η + 1) · groups per step."""
+    staleness_bound: int
+    """η: no token that is trained on is older."""
+    staleness_waiting: int
+    """Expected age while the learner waits for data."""
+    staleness_ahead: int
+    """Expected age while the actors are ahead and the buffer is full."""
+    weight_bytes: int | None
+    """Bytes of one version; ``None`` when the model folder is not there yet."""
+
+
+def overview(config: Config, model: Path | None) -> Overview:
+    """Derive the numbers; ``model`` is the resolved model folder where known."""
+    groups, size = config.buffer.groups_per_step, config.sampling.group_size
+    eta = config.buffer.max_staleness
+    parameters = num_parameters(model) if model else None
+    return Overview(
+        sequences_per_step=groups * size,
+        sampled_tokens_per_step=groups * size * config.sampling.max_new_tokens,
+        updates_per_step=config.algorithm.minibatches * config.algorithm.epochs,
+        tickets_in_flight=(eta + 1) * groups,
+        staleness_bound=eta,
+        staleness_waiting=min(1, eta),
+        staleness_ahead=eta,
+        weight_bytes=None if parameters is None else parameters * (4 if config.model.dtype == "float32" else 2),
+    )
+
+
+def num_parameters(folder: Path) -> int | None:
+    """Parameters in a model folder by the headers of its safetensors files; ``None`` when there are none."""
+    files = sorted(folder.glob("*.safetensors"))
+    return sum(_parameters_in(file) for file in files) if files else None
+
+
+def _parameters_in(file: Path) -> int:
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(min(size, _MAX_HEADER_BYTES)))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+def warnings(config: Config) -> list[str]:
+    """Settings that are allowed but seldom meant."""
+    found = []
+    if config.sampling.group_size < SMALL_GROUP:
+        found.append(
+            f"sampling.group_size = {config.sampling.group_size}: advantages of so small a group are mostly noise; "
+            f"{SMALL_GROUP} or more is usual"
+        )
+    if config.task.verifiers > 1 and config.actors.engine == "mock":
+        found.append("task.verifiers > 1 with actors.engine = 'mock': rewards are cheap there")
+    return found
+
+
+def print_overview(console: Console, config: Config, model: Path | None, out: Path) -> None:
+    """Print the table and the warnings."""
+    view = overview(config, model)
+    table = Table(title=f"{config.name}: {config.steps} steps", title_justify="left", show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column()
+    for name, text in _rows(config, view, model):
+        table.add_row(name, text)
+    table.add_row("files", str(out))
+    console.print(table)
+    for line in warnings(config):
+        console.print(f"[yellow]warning:[/] {line}", highlight=False)
+
+
+def _rows(config: Config, view: Overview, model: Path | None) -> list[tuple[str, str]]:
+    updates = "1 update" if view.updates_per_step == 1 else f"{view.updates_per_step} updates"
+    waiting, ahead = view.staleness_waiting, view.staleness_ahead
+    expected = f"{ahead}" if waiting == ahead else f"{waiting} while the learner waits, {ahead} while actors are ahead"
+    sync = "known once the model is there" if view.weight_bytes is None else format_bytes(view.weight_bytes)
+    return [
+        ("model", f"{config.model.path}" + (f" ({model})" if model and str(model) != config.model.path else "")),
+        ("task", config.task.data or config.task.name),
+        (
+            "effective batch",
+            f"{config.buffer.groups_per_step} groups × {config.sampling.group_size} = "
+            f"{view.sequences_per_step:,} sequences, at most {view.sampled_tokens_per_step:,} sampled tokens, "
+            f"{updates} a step",
+        ),
+        ("tickets in flight", f"at most {view.tickets_in_flight:,}"),
+        ("staleness", f"expected {expected}; largest possible {view.staleness_bound}"),
+        ("weight sync", f"{sync} a version over {config.weights.path}"),
+        ("actors", f"{config.actors.count} × {config.actors.engine}, {config.actors.slots} slots each"),
+        ("learner", f"{config.learner.ranks} rank{'s' if config.learner.ranks > 1 else ''}, lr {config.learner.lr:g}"),
+    ]
+
+
+def format_bytes(count: float) -> str:
+    """``2.4 MB``: decimal units, two digits that matter."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def format_seconds(seconds: float) -> str:
+    """``3 s``, ``2 min 05 s``, ``1 h 02 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

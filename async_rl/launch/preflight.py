@@ -1,0 +1,249 @@
+"""Everything that can be known to be wrong before a process is started: folder, model, data, engine, address.
+
+config ─► prepare_out ─► ensure_model ─► check ─► processes start          each raises ConfigError with what to do
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from async_rl.config import Config
+from async_rl.errors import AsyncRLError, ConfigError
+
+WARMUP_TIMEOUT_S = 1800.0
+IMPORT_TIMEOUT_S = 60.0
+MIN_SHM_FREE = 64 << 20
+_IMPORT = """
+import importlib, sys
+found = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
+if not callable(found): raise TypeError(f"{sys.argv[2]} is no function")
+"""
+
+Announce = Callable[[str], None]
+
+
+def prepare_out(out: Path) -> Path:
+    """Create a new run folder.
+
+    Raises:
+        ConfigError: it holds files already, or cannot be written.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: a file of this name is there")
+    if out.is_dir() and any(out.iterdir()):
+        raise ConfigError(f"--out {out} is not empty: choose another folder, or continue that run with --resume {out}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be created: {error.strerror}") from None
+    return out.resolve()
+
+
+def ensure_model(
+    config: Config, env: Mapping[str, str], log: Path, say: Announce, interrupted: Callable[[], bool] = lambda: False
+) -> Path:
+    """The model folder of a run; builds ``tiny`` or fetches ``smollm2`` into the cache when they are not there.
+
+    Raises:
+        ConfigError: the folder is no model folder.
+        AsyncRLError: building or fetching it failed, or ``interrupted`` became true.
+    """
+    from async_rl.models import cache_dir, resolve_model
+
+    path = config.model.path
+    if path == "tiny" and not is_model_folder(cache_dir() / "tiny"):
+        say("building and briefly supervising the tiny model (once; it stays in the cache)")
+        _build([sys.executable, "-m", "learner.warmup", "--out", str(cache_dir() / "tiny")], env, log, interrupted)
+    elif path == "smollm2" and not is_model_folder(cache_dir() / "smollm2"):
+        say("fetching and converting SmolLM2-135M-Instruct (once; it stays in the cache)")
+        from async_rl.smollm2 import fetch
+
+        fetch(cache_dir())
+    folder = Path(resolve_model(path))
+    check_model_folder(folder)
+    return folder
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether the folder holds a configuration and weights in the Hugging Face layout."""
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+def check_model_folder(folder: Path) -> None:
+    """Check the layout of a model folder without loading it.
+
+    Raises:
+        ConfigError: a part is missing, or ``config.json`` is not JSON.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.path = {str(folder)!r}: no such folder (a Hugging Face model folder, 'tiny' or 'smollm2')"
+        )
+    for name, found in {
+        "config.json": (folder / "config.json").is_file(),
+        "*.safetensors": any(folder.glob("*.safetensors")),
+        "tokenizer.json or tokenizer_config.json": any(folder.glob("tokenizer*.json")),
+    }.items():
+        if not found:
+            raise ConfigError(
+                f"model.path = {str(folder)!r} has no {name}: save model and tokenizer with save_pretrained"
+            )
+    try:
+        architectures = json.loads((folder / "config.json").read_text())["architectures"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / 'config.json'} names no architecture: {error!r}") from None
+    if not any(str(name).endswith("ForCausalLM") for name in architectures):
+        raise ConfigError(f"{folder}: {architectures} is no causal language model")
+
+
+def check_data(config: Config) -> tuple[int, int]:
+    """Read the problems; numbers of training and held-out problems.
+
+    Raises:
+        ConfigError: no such file, bad lines, no problems, or fewer than a step needs.
+    """
+    from async_rl.tasks import load_task
+
+    data = load_task(config.task, config.seed)
+    if not len(data.train):
+        raise ConfigError(f"task {config.task.data or config.task.name}: no problems are left to train on")
+    return len(data.train), len(data.heldout)
+
+
+def check_verifier(spec: str, env: Mapping[str, str]) -> None:
+    """Import the user's verifier in a process of its own.
+
+    Raises:
+        ConfigError: it is not written as ``module:function``, cannot be imported, or is not callable.
+    """
+    if not spec:
+        return
+    module, colon, function = spec.partition(":")
+    if not colon or not re.fullmatch(r"[\w.]+", module) or not function.isidentifier():
+        raise ConfigError(f"task.verifier = {spec!r}: write it as module:function")
+    try:
+        found = subprocess.run(
+            [sys.executable, "-c", _IMPORT, module, function],
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"task.verifier = {spec!r}: importing it took more than {IMPORT_TIMEOUT_S:.0f} s") from None
+    if found.returncode:
+        lines = [line for line in found.stderr.splitlines() if line.strip()]
+        raise ConfigError(
+            f"task.verifier = {spec!r} cannot be used: {lines[-1] if lines else f'exit code {found.returncode}'}; run "
+            "from the folder that holds it, put it beside the configuration file, or set PYTHONPATH"
+        )
+
+
+def check_engine(config: Config) -> None:
+    """Check that the engine's package is installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if config.actors.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "actors.engine = 'vllm' but vLLM is not installed here: pip install 'async-rl[vllm]' on a CUDA machine, "
+            "bash scripts/install_vllm_cpu.sh on a CPU machine, or set actors.engine = 'torch'"
+        )
+
+
+def check_address(address: str, insecure: bool) -> None:
+    """Check the server's address before anything binds it.
+
+    Raises:
+        ConfigError: not ``tcp://HOST:PORT``, the port is taken, or other hosts could reach it unasked.
+    """
+    match = re.fullmatch(r"tcp://(\[[^\]]+\]|[^:/]+):(\*|\d+)", address)
+    if not match:
+        raise ConfigError(f"buffer.bind = {address!r}: write it as tcp://HOST:PORT (* takes a free port)")
+    host, port = match[1].strip("[]"), match[2]
+    if host not in ("127.0.0.1", "localhost", "::1") and not insecure:
+        raise ConfigError(
+            f"buffer.bind = {address!r}: other hosts could reach the server and it has no keys; "
+            "set buffer.insecure = true in a network that you trust"
+        )
+    if port == "*":
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("" if host == "*" else host, int(port)))
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(
+                f"buffer.bind = {address!r}: {reason}; choose another port, or * for a free one"
+            ) from None
+
+
+def check_connect(address: str) -> None:
+    """Check the form of ``--connect``.
+
+    Raises:
+        ConfigError: it is not ``tcp://HOST:PORT``.
+    """
+    if not re.fullmatch(r"tcp://(\[[^\]]+\]|[^:/*]+):\d+", address):
+        raise ConfigError(f"--connect {address!r}: write it as tcp://HOST:PORT, as the learner host printed it")
+
+
+def check_shared_memory(weight_bytes: int | None) -> None:
+    """Check that /dev/shm has room for three versions of the weights.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    need = max(MIN_SHM_FREE, 3 * (weight_bytes or 0))
+    free = shutil.disk_usage("/dev/shm").free
+    if free < need:
+        raise ConfigError(
+            f"/dev/shm has {free >> 20} MiB free, three versions of the weights need {need >> 20} MiB: "
+            "free some, or start the container with a larger --shm-size"
+        )
+
+
+def child_environment(base: Mapping[str, str], search: Path) -> dict[str, str]:
+    """Environment of the processes of a run; what the user has set stays.
+
+    Args:
+        base: the launcher's environment.
+        search: folder of the configuration file, where the user's verifier may lie; after the working directory.
+    """
+    env = dict(base)
+    env.setdefault("OMP_NUM_THREADS", "1")
+    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    env |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    paths = [os.getcwd(), str(search), *filter(None, [env.get("PYTHONPATH", "")])]
+    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    return env
+
+
+def _build(command: list[str], env: Mapping[str, str], log: Path, interrupted: Callable[[], bool]) -> None:
+    from async_rl.launch.children import Child, cause, end_all, tail, wait_all
+
+    child = Child.start("warmup", command, log, env)
+    left = wait_all([child], WARMUP_TIMEOUT_S, lambda: not interrupted())
+    end_all([child], grace_s=2.0)
+    if interrupted():
+        raise AsyncRLError("interrupted while the model was built")
+    if left:
+        raise AsyncRLError(f"building the model took more than {WARMUP_TIMEOUT_S:.0f} s; see {log}")
+    if child.exit_code:
+        lines = "\n".join(tail(log, 8))
+        raise AsyncRLError(f"building the model failed: {cause(log) or child.describe_end()} (see {log})\n{lines}")

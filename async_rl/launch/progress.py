@@ -1,0 +1,181 @@
+"""The run at a glance: a live panel in a terminal, a plain line every few steps elsewhere.
+
+status message ─► Glance (a handful of numbers) ─► LiveDisplay | PlainDisplay
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from async_rl.config import Config
+from async_rl.launch.overview import format_seconds
+
+PLAIN_LINES = 20
+"""About how many lines a run writes where there is no terminal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glance:
+    """What a ``status`` message says, as far as it is known."""
+
+    step: int
+    """Steps done."""
+    reward: float | None
+    """Mean reward of the last step's batch."""
+    accuracy: float | None
+    """Share of the last step's answers that earned the full reward."""
+    evals: tuple[tuple[int, float], ...]
+    """Held-out (version, accuracy), oldest first."""
+    age_mean: float | None
+    age_max: int | None
+    learner: float | None
+    """Utilisation of the learner, 0 to 1."""
+    actors: float | None
+    """Utilisation of the actors, 0 to 1."""
+    books: Mapping[str, int]
+    clients: int
+    """Processes that are connected, the launcher left out."""
+
+    @classmethod
+    def from_status(cls, status: Mapping[str, Any]) -> Glance:
+        """Read a message; what the server does not know yet is ``None``."""
+        stats, staleness = status.get("stats") or {}, status.get("staleness") or {}
+        utilization = status.get("utilization") or {}
+        evals = tuple((int(e["version"]), float(e["metrics"]["accuracy"])) for e in status.get("evals") or [])
+        return cls(
+            step=int(status.get("step", 0)),
+            reward=stats.get("reward"),
+            accuracy=stats.get("accuracy"),
+            evals=evals,
+            age_mean=staleness.get("mean"),
+            age_max=staleness.get("max"),
+            learner=utilization.get("learner"),
+            actors=utilization.get("actors"),
+            books=status.get("books") or {},
+            clients=sum(c.get("role") != "monitor" for c in status.get("clients") or ()),
+        )
+
+
+class Pace:
+    """Time left, from the steps done since the first step was seen.
+
+    Args:
+        clock: monotonic seconds; passed in by tests.
+    """
+
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._clock = total, clock
+        self._first: tuple[int, float] | None = None
+
+    def left_s(self, step: int) -> float | None:
+        """Seconds to the end at the present pace; ``None`` before two different steps were seen."""
+        now = self._clock()
+        if self._first is None:
+            if step > 0:
+                self._first = (step, now)
+            return None
+        done = step - self._first[0]
+        return (self._total - step) * (now - self._first[1]) / done if done > 0 else None
+
+
+class PlainDisplay(AbstractContextManager["PlainDisplay"]):
+    """A line for the first step, then every few, then the last; for logs and CI."""
+
+    def __init__(self, console: Console, config: Config) -> None:
+        self._console, self._total = console, config.steps
+        self._every = max(1, config.steps // PLAIN_LINES)
+        self._shown, self._pace = 0, Pace(config.steps)
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def update(self, status: Mapping[str, Any]) -> None:
+        """Write a line if one is due."""
+        glance = Glance.from_status(status)
+        left = self._pace.left_s(glance.step)
+        due = self._shown == 0 or glance.step - self._shown >= self._every or glance.step == self._total
+        if glance.step > self._shown and due:
+            self._shown = glance.step
+            self._console.print(one_line(glance, self._total, left), soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """Write one line."""
+        self._console.print(text, soft_wrap=True, markup=False)
+
+
+class LiveDisplay(AbstractContextManager["LiveDisplay"]):
+    """A small panel that is redrawn in place."""
+
+    def __init__(self, console: Console, config: Config) -> None:
+        self._total, self._pace = config.steps, Pace(config.steps)
+        self._live = Live(Text("starting"), console=console, refresh_per_second=4, transient=False)
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def update(self, status: Mapping[str, Any]) -> None:
+        """Redraw."""
+        glance = Glance.from_status(status)
+        self._live.update(panel(glance, self._total, self._pace.left_s(glance.step)))
+
+    def note(self, text: str) -> None:
+        """Write one line above the panel."""
+        self._live.console.print(text, markup=False)
+
+
+def make_display(console: Console, config: Config) -> LiveDisplay | PlainDisplay:
+    """The panel in a terminal, lines elsewhere."""
+    return LiveDisplay(console, config) if console.is_terminal else PlainDisplay(console, config)
+
+
+def one_line(glance: Glance, total: int, left_s: float | None) -> str:
+    """The numbers in one line, unknown ones left out."""
+    last = f"{glance.evals[-1][1]:.3f} at {glance.evals[-1][0]}" if glance.evals else None
+    parts = [
+        f"step {glance.step}/{total}",
+        _part("reward", glance.reward, ".3f"),
+        _part("accuracy", glance.accuracy, ".3f"),
+        f"held out {last}" if last else "",
+        f"age {glance.age_mean:.2f}/{glance.age_max}" if glance.age_mean is not None else "",
+        _part("learner", glance.learner, ".0%"),
+        _part("actors", glance.actors, ".0%"),
+        f"{format_seconds(left_s)} left" if left_s is not None and glance.step < total else "",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def panel(glance: Glance, total: int, left_s: float | None) -> RenderableType:
+    """The panel: a bar, the learning curve's numbers, utilisation, the ledger."""
+    left = f"{format_seconds(left_s)} left" if left_s is not None else "starting" if glance.step == 0 else ""
+    head = Table.grid(padding=(0, 2))
+    head.add_row(f"step {glance.step}/{total}", ProgressBar(total=total, completed=glance.step, width=40), left)
+    table = Table.grid(padding=(0, 3))
+    evals = "  ".join(f"{accuracy:.3f} at {version}" for version, accuracy in glance.evals[-4:]) or "none yet"
+    age = "" if glance.age_mean is None else f"{glance.age_mean:.2f} mean, {glance.age_max} max"
+    table.add_row("reward", _value(glance.reward, ".3f"), "accuracy", _value(glance.accuracy, ".3f"))
+    table.add_row("learner", _value(glance.learner, ".0%"), "actors", _value(glance.actors, ".0%"))
+    table.add_row("age", age or "–", "clients", str(glance.clients))
+    books = "  ".join(f"{name} {count:,}" for name, count in glance.books.items())
+    return Group(head, table, Text(f"held out  {evals}"), Text(f"tickets   {books}", style="dim"))
+
+
+def _value(value: float | None, spec: str) -> str:
+    return "–" if value is None else format(value, spec)
+
+
+def _part(name: str, value: float | None, spec: str) -> str:
+    return "" if value is None else f"{name} {value:{spec}}"

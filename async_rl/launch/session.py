@@ -1,0 +1,200 @@
+"""A command of the user from its arguments to its exit code: configure, check, launch, sum up.
+
+arguments ─► config + run folder ─► preflight ─► overview ─► launcher ─► summary.json, trace.json, report.html
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from async_rl.config import Config, load_config, to_toml
+from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.launch import preflight
+from async_rl.launch.children import Child, cause, end_all, end_descendants, wait_all
+from async_rl.launch.commands import Commands, assign_gpus, visible_gpus
+from async_rl.launch.interrupts import Interrupts
+from async_rl.launch.launcher import MAX_RESTARTS, Launcher, Monitor, Outcome, describe
+from async_rl.launch.overview import num_parameters, print_overview
+from async_rl.launch.progress import make_display
+from async_rl.report.trace import write_trace
+from async_rl.runfolder import RunFolder, write_atomically
+from async_rl.summary import write_summary
+
+
+def run_session(
+    source: str | None, overrides: Sequence[str], out: Path | None, resume: Path | None, *, with_actors: bool
+) -> int:
+    """``async-rl run`` and ``async-rl learner``; the exit code.
+
+    Raises:
+        ConfigError: an argument, a setting, the model, the data or the address is wrong.
+        AsyncRLError: the model could not be built.
+    """
+    console = Console(stderr=False, highlight=False)
+    config, folder, checkpoint = _configure(source, overrides, out, resume)
+    search = Path(source).resolve().parent if source and source.endswith(".toml") else Path.cwd()
+    env = preflight.child_environment(os.environ, search)
+    with Interrupts() as interrupts:
+        try:
+            model = _check(config, env, folder, console, interrupts, with_actors=with_actors)
+        except AsyncRLError:
+            if not any(folder.iterdir()):
+                folder.rmdir()
+            if interrupts.count:
+                return interrupts.exit_code
+            raise
+        print_overview(console, config, model, folder)
+        write_atomically(folder / "config.toml", to_toml(config))
+        outcome = _launch(config, folder, checkpoint, env, console, interrupts, with_actors=with_actors)
+        return _finish(folder, outcome, console)
+
+
+def run_actor(source: str, overrides: Sequence[str], connect: str, name: str | None) -> int:
+    """``async-rl actor``: one actor, started again when it dies by accident; the exit code.
+
+    Raises:
+        ConfigError: an argument, a setting, the model or the data is wrong.
+    """
+    config = load_config(source, overrides)
+    name = name or f"{socket.gethostname()}-{os.getpid()}"
+    preflight.check_connect(connect)
+    folder = Path("runs") / f"actor-{name}"
+    search = Path(source).resolve().parent if source.endswith(".toml") else Path.cwd()
+    env = preflight.child_environment(os.environ, search)
+    console = Console(highlight=False)
+    with Interrupts() as interrupts:
+        preflight.ensure_model(config, env, folder / "logs" / "warmup.log", console.print, lambda: interrupts.count > 0)
+        preflight.check_engine(config)
+        preflight.check_data(config)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "config.toml", to_toml(config))
+        commands = Commands(config=folder / "config.toml", out=folder, ranks=1)
+        console.print(f"{name} serves {connect}; log: {folder / 'logs' / f'{name}.log'}")
+        return _keep_alive(name, commands.actor(connect, name), folder / "logs" / f"{name}.log", env, interrupts)
+
+
+def _keep_alive(name: str, command: Sequence[str], log: Path, env: dict[str, str], interrupts: Interrupts) -> int:
+    """Run the command until it ends well, is interrupted, or has died too often."""
+    for attempt in range(MAX_RESTARTS + 1):
+        child = Child.start(name, command, log, env)
+        try:
+            while wait_all([child], 3600.0, lambda: not interrupts.count) and not interrupts.count:
+                continue
+        finally:
+            end_all([child], grace_s=4.0)
+            end_descendants()
+        if interrupts.count:
+            return interrupts.exit_code
+        if child.exit_code == 0:
+            return 0
+        if child.exit_code is not None and child.exit_code > 0 and cause(log):
+            break  # it said itself why it cannot go on; another life would end the same way
+        if attempt < MAX_RESTARTS:
+            print(f"{name} {child.describe_end()} and starts again; see {log}", flush=True)
+    raise AsyncRLError(describe(child))
+
+
+def _configure(
+    source: str | None, overrides: Sequence[str], out: Path | None, resume: Path | None
+) -> tuple[Config, Path, Path | None]:
+    """Configuration, run folder and, when resuming, the checkpoint."""
+    if resume is None:
+        if source is None:
+            raise ConfigError("name a preset or a CONFIG.toml (async-rl presets lists what ships), or use --resume DIR")
+        config = load_config(source, overrides)
+        folder = out or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        return config, preflight.prepare_out(folder), None
+    if out is not None and out.resolve() != resume.resolve():
+        raise ConfigError("--resume continues in the run's own folder; leave --out away")
+    if not (resume / "config.toml").is_file():
+        raise ConfigError(f"--resume {resume}: no config.toml there, so it is no run folder")
+    checkpoint = RunFolder(resume).latest_checkpoint()
+    if checkpoint is None:
+        raise ConfigError(f"--resume {resume}: no complete checkpoint in {resume / 'checkpoints'}; start the run again")
+    config = load_config(source or str(resume / "config.toml"), overrides)
+    before = load_config(str(resume / "config.toml"))
+    if config.contract_hash() != before.contract_hash():
+        raise ConfigError(f"--resume {resume}: model, task, sampling and seed must stay as in {resume / 'config.toml'}")
+    done = int(checkpoint.name.removeprefix("step_"))
+    if done >= config.steps:
+        raise ConfigError(
+            f"--resume {resume}: all {config.steps} steps are done; go further with --set steps={2 * done}"
+        )
+    return config, resume.resolve(), checkpoint.resolve()
+
+
+def _check(
+    config: Config, env: dict[str, str], out: Path, console: Console, interrupts: Interrupts, *, with_actors: bool
+) -> Path:
+    """Everything that can fail before a process is started, cheapest first; the model folder."""
+    preflight.check_address(config.buffer.bind, config.buffer.insecure)
+    if with_actors:
+        preflight.check_engine(config)
+    preflight.check_verifier(config.task.verifier, env)
+    preflight.check_data(config)
+    model = preflight.ensure_model(
+        config, env, out / "logs" / "warmup.log", console.print, lambda: interrupts.count > 0
+    )
+    preflight.check_shared_memory((num_parameters(model) or 0) * 4)
+    return model
+
+
+def _launch(
+    config: Config,
+    out: Path,
+    checkpoint: Path | None,
+    env: dict[str, str],
+    console: Console,
+    interrupts: Interrupts,
+    *,
+    with_actors: bool,
+) -> Outcome:
+    from async_rl.client import Client
+    from async_rl.weights.segment import unlink_run
+
+    def monitor(address: str) -> Monitor:
+        if not with_actors:
+            console.print(f"actors connect with: async-rl actor CONFIG.toml --connect {_reachable(address, config)}")
+        return Client(address, "monitor", f"launcher-{os.getpid()}", config.contract_hash())
+
+    actors = config.actors.count if with_actors else 0
+    gpus = [] if config.model.device == "cpu" else visible_gpus(env)
+    with make_display(console, config) as display:
+        return Launcher(
+            commands=Commands(config=out / "config.toml", out=out, ranks=config.learner.ranks, resume=checkpoint),
+            env=env,
+            gpus=assign_gpus(gpus, config.learner.ranks, actors),
+            actors=actors,
+            display=display,
+            interrupts=interrupts,
+            monitor=monitor,
+            cleanup=unlink_run,
+        ).run()
+
+
+def _reachable(address: str, config: Config) -> str:
+    """The address as another host would write it."""
+    host = config.buffer.bind.removeprefix("tcp://").rpartition(":")[0]
+    everywhere = host in ("0.0.0.0", "*", "[::]")
+    return f"tcp://{socket.gethostname()}:{address.rpartition(':')[2]}" if everywhere else address
+
+
+def _finish(out: Path, outcome: Outcome, console: Console) -> int:
+    """Write what sums the run up, say how it ended; the exit code."""
+    from async_rl.report.page import write_report
+
+    summary = write_summary(out, outcome)
+    write_trace(out)
+    page = write_report(out)
+    if outcome.status == "failed":
+        raise AsyncRLError(f"the run failed: {outcome.reason}\nreport: {page}")
+    console.print(f"{outcome.status} after {summary['steps']} steps, {outcome.wall_s:.0f} s; report: {page}")
+    if outcome.status == "stopped":
+        console.print(f"continue with: async-rl run --resume {out}")
+    return outcome.exit_code

@@ -1,0 +1,177 @@
+"""Where the learner's numbers go: a JSON line a step, and in the background TensorBoard and Weights & Biases.
+
+write(step, metrics) ─┬─► metrics.jsonl            at once, one line, survives a crash
+                      ├─► out/tensorboard          own thread inside the writer
+                      └─► queue ─► thread ─► wandb  never blocks the run: a full queue drops, a failure warns once
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from async_rl.config import Config
+from async_rl.runfolder import read_jsonl, write_atomically
+
+_QUEUE_LINES = 4096
+_CLOSE_TIMEOUT_S = 20.0
+
+
+class Sink(Protocol):
+    """A destination of metrics beside the file."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the numbers of a step."""
+
+    def close(self) -> None:
+        """Flush and end."""
+
+
+class MetricsWriter:
+    """Writes the numbers of each step; used by rank 0 of the learner.
+
+    A resumed run continues the files: lines of steps that will be trained again are removed first.
+
+    Args:
+        out: run folder.
+        config: the run's configuration (``log`` decides on the sinks).
+        start_step: first step that will be written; older lines of this step or later are dropped.
+    """
+
+    def __init__(self, out: Path, config: Config, start_step: int = 0) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        path = out / "metrics.jsonl"
+        _drop_from(path, start_step)
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._sinks: list[_Guarded] = []
+        if config.log.tensorboard:
+            self._sinks.append(_Guarded("TensorBoard", lambda: _TensorBoard(out / "tensorboard", start_step)))
+        if config.log.wandb:
+            self._sinks.append(_Guarded("wandb", lambda: _Background("wandb", lambda: _Wandb(out, config))))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append a line with ``step``, ``time`` (epoch seconds) and the metrics; what is not finite becomes null."""
+        row: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
+        row |= {k: float(v) if math.isfinite(v) else None for k, v in metrics.items()}
+        self._file.write(json.dumps(row) + "\n")
+        for sink in self._sinks:
+            sink.write(step, metrics)
+
+    def close(self) -> None:
+        """Flush everything; waits a bounded time for the sinks."""
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+
+def _drop_from(path: Path, start_step: int) -> None:
+    if path.is_file():
+        kept = [row for row in read_jsonl(path) if row.get("step", start_step) < start_step]
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+class _Guarded:
+    """A sink whose failure becomes one warning: logging is not worth a run."""
+
+    def __init__(self, name: str, make: Callable[[], Sink]) -> None:
+        self._name = name
+        self._sink: Sink | None = None
+        self._try(lambda: setattr(self, "_sink", make()))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._sink is not None:
+            sink = self._sink
+            self._try(lambda: sink.write(step, metrics))
+
+    def close(self) -> None:
+        if self._sink is not None:
+            self._try(self._sink.close)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._sink = None
+            print(f"async-rl: {self._name} is off for the rest of the run: {error!r}", file=sys.stderr, flush=True)
+
+
+class _TensorBoard:
+    """Scalars in ``out/tensorboard``; a resumed run hides what it will write again."""
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = start_step if start_step > 0 else None
+        self._writer = SummaryWriter(str(folder), purge_step=purge, flush_secs=30)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """A wandb run under ``out/wandb``; offline unless ``WANDB_API_KEY`` (or ``WANDB_MODE``) says otherwise."""
+
+    def __init__(self, out: Path, config: Config) -> None:
+        import wandb
+
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+        self._run = wandb.init(
+            project=config.log.wandb_project,
+            name=config.name,
+            dir=str(out),
+            config=config.model_dump(),
+            mode=mode,
+            settings=wandb.Settings(
+                silent=True, console="off", init_timeout=60, disable_git=True, save_code=False, x_disable_stats=True
+            ),
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Background:
+    """Runs a sink in a daemon thread behind a bounded queue; lines that do not fit are dropped and counted."""
+
+    def __init__(self, name: str, make: Callable[[], Sink]) -> None:
+        self._name = name
+        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_QUEUE_LINES)
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._work, args=(make,), name=name, daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        try:
+            self._queue.put_nowait((step, dict(metrics)))
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self) -> None:
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            self._dropped += self._queue.qsize()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive() or self._dropped:
+            raise TimeoutError(f"it did not keep up ({self._dropped} lines dropped); metrics.jsonl is complete")
+
+    def _work(self, make: Callable[[], Sink]) -> None:
+        sink = _Guarded(self._name, make)
+        for item in iter(self._queue.get, None):
+            sink.write(*item)
+        sink.close()

@@ -1,0 +1,49 @@
+"""A problem, the data of a task, and the split into training and held-out problems."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One question, and what its verifier needs to score an answer."""
+
+    prompt: str
+    """Text as the data has it, without instruction or chat template."""
+    columns: Mapping[str, Any]
+    """Further columns by name (``answer``, ...): plain values that JSON can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskData:
+    """The problems of a task and who scores the answers."""
+
+    train: Sequence[Problem]
+    heldout: Sequence[Problem]
+    """Never trained on, the same in every run."""
+    verifier: str
+    """``module:function`` with the signature ``f(prompts, completions, **columns) -> list[float]``."""
+
+
+def hold_out(keyed: Iterable[tuple[object, Problem]], holdout: int) -> tuple[list[Problem], list[Problem]]:
+    """Split into ``(train, heldout)``; problems of one key (a family: 12+34 and 34+12) stay on one side.
+
+    At most ``holdout`` problems and at most a fifth of all are held out. Families are visited in a fixed random order
+    and one is held out if it fits whole, so the result depends on nothing but the arguments.
+    """
+    families: dict[object, list[Problem]] = {}
+    for key, problem in keyed:
+        families.setdefault(key, []).append(problem)
+    room = min(holdout, sum(len(f) for f in families.values()) // 5)
+    order = list(families.values())
+    random.Random("holdout").shuffle(order)
+    train: list[Problem] = []
+    heldout: list[Problem] = []
+    for family in order:
+        fits = len(heldout) + len(family) <= room
+        (heldout if fits else train).extend(family)
+    return train, heldout

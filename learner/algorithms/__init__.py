@@ -1,0 +1,1 @@
+"""Pure functions of tensors: advantages, losses, schedules. No I/O, no state."""

@@ -1,0 +1,140 @@
+"""One flat vector for everything that is trained: parameters and gradients are views, so a reduction is one collective.
+
+    module parameters ──views──► working   (the compute dtype; the same memory as ``data`` when that is float32)
+                                 data      float32 master: optimiser, checkpoint, checksum
+    module .grad      ──views──► grad_and_tail = [ grad │ tail ]      float32; the tail carries the step's scalars
+
+Each tensor starts on a multiple of 128 bytes (64 in bfloat16), as kernels like it; the gaps are zero and stay zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+
+_ALIGN = 32
+
+
+class Slot(NamedTuple):
+    """Where one tensor lies in the flat vector; offsets and sizes count elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    numel: int
+
+
+class FlatParameters:
+    """Moves every trainable parameter of some modules into one flat float32 vector, and every gradient into another.
+
+    Args:
+        modules: modules by role; with one module the tensors keep their own (Hugging Face) names, with several each
+            name is prefixed by the role. Tied parameters appear once.
+        device: where the vectors live; buffers of the modules must be there already.
+        num_scalars: length of the tail.
+        dtype: compute type; bfloat16 keeps ``data`` as float32 master and a working copy that the modules use.
+
+    Raises:
+        ValueError: nothing is trainable.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        device: torch.device,
+        num_scalars: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        named = list(_trainable(modules))
+        if not named:
+            raise ValueError(f"no trainable parameter in {sorted(modules)}")
+        self.layout = _lay_out(named)
+        self.size = _aligned(self.layout[-1].offset + self.layout[-1].numel)
+        self.data = torch.zeros(self.size, dtype=torch.float32, device=device)
+        self.working = self.data if dtype == torch.float32 else torch.zeros(self.size, dtype=dtype, device=device)
+        self.grad_and_tail = torch.zeros(self.size + num_scalars, dtype=torch.float32, device=device)
+        self.grad = self.grad_and_tail[: self.size]
+        self.tail = self.grad_and_tail[self.size :]
+        self._parameters = [parameter for _, parameter in named]
+        for slot, parameter in zip(self.layout, self._parameters, strict=True):
+            view_of(self.data, slot).copy_(parameter.detach())
+            parameter.data = view_of(self.working, slot)
+            parameter.grad = None
+            parameter.grad_dtype = torch.float32  # bfloat16 gradients are added up in float32
+            parameter.grad = view_of(self.grad, slot)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Bring the working copy up to date with the master, after anything wrote to ``data``."""
+        if self.working is not self.data:
+            self.working.copy_(self.data)
+
+    def zero_grad(self) -> None:
+        """Clear gradient and tail in place; the views stay."""
+        self.grad_and_tail.zero_()
+
+    def check_views(self) -> None:
+        """Make sure that every parameter and gradient still lies in the flat vectors.
+
+        Raises:
+            RuntimeError: names the tensor whose ``.data`` or ``.grad`` was replaced.
+        """
+        for slot, parameter in zip(self.layout, self._parameters, strict=True):
+            if parameter.data_ptr() != view_of(self.working, slot).data_ptr():
+                raise RuntimeError(f"{slot.name}: its .data was replaced, so it is no view of the flat vector any more")
+            if parameter.grad is None or parameter.grad.data_ptr() != view_of(self.grad, slot).data_ptr():
+                raise RuntimeError(
+                    f"{slot.name}: its .grad was replaced, so its gradient would not be reduced; use zero_grad() of "
+                    "the flat parameters, not of the module or an optimiser"
+                )
+
+    def checksum(self) -> int:
+        """xxh3-64 over the bytes of ``data``."""
+        return int(xxhash.xxh3_64_intdigest(self._bytes()))
+
+    def checksums(self) -> list[int]:
+        """xxh3-64 of each tensor of ``data``, in the order of ``layout``; tells which ones differ."""
+        raw = self._bytes()
+        return [xxhash.xxh3_64_intdigest(raw[4 * s.offset : 4 * (s.offset + s.numel)]) for s in self.layout]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Copies of the float32 master tensors on the CPU by name, each with memory of its own."""
+        data = self.data.cpu()
+        return {slot.name: view_of(data, slot).clone() for slot in self.layout}
+
+    def _bytes(self) -> memoryview:
+        return memoryview(self.data.cpu().numpy().view(np.uint8))
+
+
+def view_of(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """The tensor of ``slot`` as a view of a flat vector ``[size]``."""
+    return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+
+
+def _trainable(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    seen: set[int] = set()
+    for role, module in modules.items():
+        prefix = f"{role}." if len(modules) > 1 else ""
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield prefix + name, parameter
+
+
+def _lay_out(named: list[tuple[str, nn.Parameter]]) -> tuple[Slot, ...]:
+    slots, offset = [], 0
+    for name, parameter in named:
+        shape = tuple(parameter.shape)
+        slots.append(Slot(name, shape, offset, math.prod(shape)))
+        offset = _aligned(offset + math.prod(shape))
+    return tuple(slots)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGN) * _ALIGN

@@ -1,0 +1,135 @@
+"""The learner group: the ranks that torchrun started, their device, and the few collectives they make.
+
+    torchrun ─► WORLD_SIZE, RANK, LOCAL_RANK ─► LearnerGroup ─► cuda:{local_rank} with NCCL, or the CPU with gloo
+
+A group of one goes through the same code and makes no collective.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.models import device_for
+from learner.flat import FlatParameters
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which of how many ranks this process is, and where it computes."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+
+def read_placement(environment: Mapping[str, str], ranks: int, device: str) -> Placement:
+    """Work out this process's place from torchrun's variables.
+
+    Args:
+        environment: usually ``os.environ``.
+        ranks: ``learner.ranks`` of the configuration.
+        device: ``model.device``: auto, cpu or cuda.
+
+    Raises:
+        ConfigError: not started by torchrun, another number of ranks than configured, or too few GPUs.
+    """
+    missing = [name for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if name not in environment]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not set: start the learner with "
+            f"`torchrun --nproc-per-node {ranks} -m learner.main CONFIG.toml ...`"
+        )
+    world, rank, local_rank = (int(environment[name]) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
+    if world != ranks:
+        raise ConfigError(f"torchrun started {world} ranks but learner.ranks = {ranks}: make them equal")
+    local_world = int(environment.get("LOCAL_WORLD_SIZE", world))
+    return Placement(rank, world, device_for(device, local_rank, local_world))
+
+
+class LearnerGroup:
+    """Collectives over the ranks, each with the deadline ``timeout_s``.
+
+    Args:
+        placement: see :func:`read_placement`.
+        timeout_s: deadline of a collective; a rank that died ends the others within it.
+    """
+
+    def __init__(self, placement: Placement, timeout_s: float) -> None:
+        self.rank = placement.rank
+        self.world = placement.world
+        self.device = placement.device
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.world > 1:
+            dist.init_process_group(
+                "nccl" if self.device.type == "cuda" else "gloo",
+                timeout=timedelta(seconds=timeout_s),
+                device_id=self.device if self.device.type == "cuda" else None,
+            )
+
+    @classmethod
+    def start(cls, ranks: int, device: str, timeout_s: float) -> LearnerGroup:
+        """Join the group that torchrun's environment describes; errors as :func:`read_placement`."""
+        return cls(read_placement(os.environ, ranks, device), timeout_s)
+
+    def all_reduce_flat(self, flat: FlatParameters) -> None:
+        """Sum gradient and scalar tail over the ranks: the one collective of an update."""
+        if self.world > 1:
+            dist.all_reduce(flat.grad_and_tail)
+
+    def broadcast_flat(self, flat: FlatParameters) -> None:
+        """Give every rank the parameters of rank 0."""
+        if self.world > 1:
+            dist.broadcast(flat.data, src=0)
+        flat.refresh()
+
+    def broadcast_number(self, number: float) -> float:
+        """Give every rank a number that rank 0 read from outside (a learning rate)."""
+        if self.world == 1:
+            return number
+        tensor = torch.tensor([number], dtype=torch.float64, device=self.device)
+        dist.broadcast(tensor, src=0)
+        return float(tensor)
+
+    def all_agree(self, willing: bool) -> bool:
+        """Whether all ranks are willing to go on; keeps one from entering a collective that another will not join."""
+        if self.world == 1:
+            return willing
+        tensor = torch.tensor([int(willing)], device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+        return bool(tensor.item())
+
+    def check_equal(self, flat: FlatParameters) -> None:
+        """Compare the ranks' parameters byte for byte through their checksums.
+
+        Raises:
+            AsyncRLError: on every rank, naming the tensors that differ.
+        """
+        if self.world == 1 or len(set(self._gather([flat.checksum()]))) == 1:
+            return
+        per_rank = [self._gather([value]) for value in flat.checksums()]
+        differing = [slot.name for slot, values in zip(flat.layout, per_rank, strict=True) if len(set(values)) > 1]
+        shown = ", ".join(differing[:10]) + (f" and {len(differing) - 10} more" if len(differing) > 10 else "")
+        raise AsyncRLError(
+            f"the ranks hold different parameters: {shown or 'only the gaps between tensors'}; something wrote to them "
+            "outside the flat update (every rank must apply the same reduced gradient)"
+        )
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self.world > 1:
+            dist.destroy_process_group()
+
+    def _gather(self, values: list[int]) -> list[int]:
+        """One unsigned 64-bit number per rank."""
+        mine = torch.tensor([v - (1 << 63) for v in values], dtype=torch.int64, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(everyone, mine)
+        return [int(t) for t in everyone]

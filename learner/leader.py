@@ -1,0 +1,154 @@
+"""What rank 0 does beside training: publish versions, tell the server, log, write checkpoints.
+
+step trained ─► Publisher ─► manifest ─► trained(step) ─► server ─► books ─► metrics.jsonl
+all trained  ─► checkpoint ─► done ─► server: last evaluation ─► stop ─► its figures ─► metrics.jsonl
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from async_rl.client import Client
+from async_rl.config import Config
+from async_rl.errors import AsyncRLError, DeadlineError
+from async_rl.evaluation import is_evaluated
+from async_rl.metrics import MetricsWriter
+from async_rl.runfolder import RunFolder
+from async_rl.timer import StateTimer
+from async_rl.wire import Header
+from learner.checkpoint import CheckpointError, Checkpoints, TrainerState
+from learner.publisher import Publisher
+from learner.updater import Updater
+
+SNAPSHOT_TIMEOUT_S = 300.0
+FINISH_TIMEOUT_S = 330.0
+"""The server waits for the last evaluation, with a deadline of its own that is shorter."""
+
+
+class Leader:
+    """Rank 0's outward side.
+
+    Args:
+        config: the run.
+        out: run folder.
+        client: connected to the server.
+        run_id: names the weight segments.
+        updater: the model.
+        tokenizer: saved in checkpoints.
+        timer: told when this process publishes and checkpoints.
+        start: version that the run starts with.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        out: Path,
+        client: Client,
+        run_id: str,
+        updater: Updater,
+        tokenizer: Any,
+        timer: StateTimer,
+        start: int,
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._updater = updater
+        self._timer = timer
+        self._start = start
+        self._publisher = Publisher(run_id, updater.flat.layout, config.weights.chunk_bytes, config.model.dtype)
+        self._metrics = MetricsWriter(out, config, start)
+        self._checkpoints = Checkpoints(out.resolve(), config.checkpoint.keep, tokenizer)
+        self._out = out
+        self._saved_step = -1
+        self._last_eval = -1
+
+    def publish_start(self) -> None:
+        """Publish the version that the run starts with."""
+        self._publish(-1, self._start)
+
+    def publish(self, step: int) -> dict[str, float]:
+        """Publish the version that ``step`` made and tell the server, which moves the step's groups to trained.
+
+        Returns:
+            The books and the seconds that copying and hashing took, as metrics.
+        """
+        books = self._publish(step, step + 1)
+        return {f"books/{name}": float(count) for name, count in books.items()} | {
+            "time/publish_s": self._publisher.publish_s
+        }
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics line of a step."""
+        self._metrics.write(step, metrics)
+
+    def checkpoint(self, state: TrainerState, *, final: bool) -> None:
+        """Write a checkpoint, once per step.
+
+        Raises:
+            CheckpointError: a ``final`` one could not be written; on the way that is a warning, and the run goes on.
+        """
+        if state.step == self._saved_step:
+            return
+        with self._timer.during("checkpointing"):
+            try:
+                self._checkpoints.save(state, self._updater, self._snapshot)
+                self._saved_step = state.step
+            except CheckpointError as error:
+                if final:
+                    raise
+                print(f"async-rl: warning: {error}", file=sys.stderr, flush=True)
+
+    def finish(self, state: TrainerState, *, stopped: bool) -> None:
+        """Say that the learner is done, wait for the server's stop, and log the evaluations that came meanwhile.
+
+        Raises:
+            AsyncRLError: the run ended with an error.
+            DeadlineError: the server did not end the run in time.
+        """
+        self._timer.enter("idle")
+        self._client.send("done", stopped=stopped)
+        deadline = time.monotonic() + FINISH_TIMEOUT_S
+        stop: Header | None = None
+        while stop is None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineError(f"the server did not stop the run within {FINISH_TIMEOUT_S:.0f} s of the last step")
+            stop = next((h for h, _ in self._client.receive(left_s) if h["type"] == "stop"), None)
+        if stop["error"]:
+            raise AsyncRLError(f"the run failed: {stop['reason']}")
+        late = [e for e in RunFolder(self._out).evals if e["version"] > self._last_eval]
+        if late:
+            self._metrics.write(state.step, self.eval_metrics(late))
+
+    def eval_metrics(self, evaluations: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+        """Finished evaluations as metrics; each goes into one line only."""
+        metrics: dict[str, float] = {}
+        for evaluation in evaluations:
+            self._last_eval = max(self._last_eval, evaluation["version"])
+            metrics |= {f"eval/{name}": value for name, value in evaluation["metrics"].items()}
+            metrics["eval/version"] = float(evaluation["version"])
+        return metrics
+
+    def close(self) -> None:
+        """Flush the metrics and unlink the weight segments."""
+        self._metrics.close()
+        self._publisher.close()
+
+    def _publish(self, step: int, version: int) -> Mapping[str, int]:
+        with self._timer.during("publishing"):
+            evaluated = is_evaluated(self._config, version, self._start)
+            manifest = self._publisher.publish(self._updater.flat.data, version, evaluated)
+            stats = {"publish_s": self._publisher.publish_s}
+            header, _ = self._client.request("trained", "trained", step=step, manifest=manifest.to_wire(), stats=stats)
+        books: Mapping[str, int] = header["books"]
+        return books
+
+    def _snapshot(self, folder: Path) -> None:
+        header, _ = self._client.request("snapshot", "snapshot", deadline_s=SNAPSHOT_TIMEOUT_S, path=str(folder))
+        if not header["ok"]:
+            raise CheckpointError(f"the server could not write its part of the checkpoint: {header['detail']}")

@@ -1,0 +1,120 @@
+"""Publishes versions of the weights: one copy of the flat vector into a shared-memory slot, and a manifest as proof.
+
+    flat vector (any device, float32) ──copy, cast──► slot version % 2, or "eval" ──xxh3 per chunk──► Manifest
+
+Each chunk is hashed right after it was copied, while it is still in the cache.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import xxhash
+
+from async_rl.errors import ConfigError, WeightsError
+from async_rl.process import host_id
+from async_rl.weights.manifest import Manifest, Tensor, combine
+from async_rl.weights.segment import SLOTS, Segment
+
+Layout = Sequence[tuple[str, tuple[int, ...], int, int]]
+"""(name, shape, first element in the flat vector, number of elements) of each tensor, as ``FlatParameters.layout``."""
+
+
+class Publisher:
+    """Owner of a run's segments; lives on rank 0.
+
+    Args:
+        run_id: names the segments.
+        tensors: where each tensor lies in the flat vector. What lies behind the last one is not published.
+        chunk_bytes: bytes per checksum, a multiple of 4.
+        dtype: type of the published tensors; master weights are cast during the copy.
+
+    Raises:
+        ConfigError: ``chunk_bytes`` would split an element.
+        WeightsError: ``/dev/shm`` cannot hold three versions.
+    """
+
+    def __init__(
+        self, run_id: str, tensors: Layout, chunk_bytes: int, dtype: Literal["float32", "bfloat16"] = "float32"
+    ) -> None:
+        if chunk_bytes < 4 or chunk_bytes % 4:
+            raise ConfigError(
+                f"weights.chunk_bytes = {chunk_bytes}: make it a multiple of 4, so that no element is split"
+            )
+        self._dtype = torch.float32 if dtype == "float32" else torch.bfloat16
+        size = self._dtype.itemsize
+        for name, shape, _, numel in tensors:
+            if math.prod(shape) != numel:
+                raise ValueError(f"layout: {name} {shape} does not have {numel} elements")
+        self._run_id = run_id
+        self._chunk_bytes = chunk_bytes
+        self._tensors = tuple(Tensor(name, dtype, tuple(shape), first * size) for name, shape, first, _ in tensors)
+        self._numel = max((first + numel for _, _, first, numel in tensors), default=0)
+        self._host = host_id()
+        self.nbytes = self._numel * size
+        """Bytes of a version."""
+        self._segments = _allocate(run_id, self.nbytes)
+        self.publish_s = 0.0
+        """Seconds that the last :meth:`publish` took."""
+
+    def publish(self, flat: torch.Tensor, version: int, evaluated: bool) -> Manifest:
+        """Copy a version into its slot; on return it can be read by anybody who has the manifest.
+
+        Args:
+            flat: float32 [num_flat] on any device, at least as long as the layout.
+            version: learner steps made.
+            evaluated: put it into the slot that keeps it until the next evaluated version.
+        """
+        if flat.ndim != 1 or flat.dtype != torch.float32 or flat.numel() < self._numel:
+            raise ValueError(f"flat must be float32 [>= {self._numel}], got {flat.dtype} {tuple(flat.shape)}")
+        began = time.perf_counter()
+        segment = self._segments["eval" if evaluated else str(version % 2)]
+        chunks = self._copy(flat.detach()[: self._numel], segment.data)
+        self.publish_s = time.perf_counter() - began
+        return Manifest(
+            version=version,
+            run_id=self._run_id,
+            tensors=self._tensors,
+            nbytes=self.nbytes,
+            chunk_bytes=self._chunk_bytes,
+            chunks=chunks,
+            checksum=combine(chunks),
+            segment=str(segment.path),
+            host=self._host,
+        )
+
+    def close(self) -> None:
+        """Unlink the segments; readers that have them mapped keep their bytes."""
+        for segment in self._segments.values():
+            segment.unlink()
+        self._segments.clear()
+
+    def _copy(self, source: torch.Tensor, data: memoryview) -> tuple[int, ...]:
+        target = torch.frombuffer(data, dtype=self._dtype)
+        step = self._chunk_bytes // self._dtype.itemsize
+        chunks = []
+        for index, part in enumerate(source.split(step)):
+            first = index * step
+            target[first : first + part.numel()].copy_(
+                part
+            )  # from CUDA this waits for the bytes: the target is pageable
+            begin = index * self._chunk_bytes
+            chunks.append(xxhash.xxh3_64_intdigest(data[begin : begin + self._chunk_bytes]))
+        return tuple(chunks)
+
+
+def _allocate(run_id: str, nbytes: int) -> dict[str, Segment]:
+    """All slots at once: a host that is too small is found at the start, and no step pays for first-touched pages."""
+    segments: dict[str, Segment] = {}
+    try:
+        for slot in SLOTS:
+            segments[slot] = Segment(run_id, slot, nbytes)
+    except WeightsError:
+        for segment in segments.values():
+            segment.unlink()
+        raise
+    return segments

