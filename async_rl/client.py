@@ -54,6 +54,7 @@ class Client:
         self._address = address
         self._inbox = Inbox()
         self._held: deque[Message] = deque()
+        self._closed = False
         hello = {
             "protocol": PROTOCOL_VERSION,
             "schema": SCHEMA_VERSION,
@@ -153,9 +154,11 @@ class Client:
         return self._inbox.fileno()
 
     def close(self) -> None:
-        """Say goodbye and free the socket; what is on its way has a moment to leave."""
-        self._line.close()
-        self._inbox.close()
+        """Say goodbye and free the socket; what is on its way has a moment to leave. Closing again does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._line.close()
+            self._inbox.close()
 
     def _take(self, timeout_s: float) -> list[Message]:
         messages = self._inbox.take(max(0.0, timeout_s))

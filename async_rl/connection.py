@@ -157,8 +157,6 @@ class Connection:
 
     def close(self) -> None:
         """Say goodbye and end the thread."""
-        if self._closing.is_set():
-            return
         self._closing.set()
         os.eventfd_write(self._wakeup, 1)
         if self._thread.is_alive():

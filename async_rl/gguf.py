@@ -42,7 +42,7 @@ def read_gguf(path: Path) -> GGUF:
     Raises:
         AsyncRLError: not a GGUF file of version 3, cut short, or with a tensor type that is not supported.
     """
-    data = np.memmap(path, np.uint8, mode="r")
+    data = np.fromfile(path, np.uint8)
     cursor = _Cursor(data)
     try:
         if bytes(data[:4]) != b"GGUF" or cursor.skip(4).scalar("I") != 3:

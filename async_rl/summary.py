@@ -32,7 +32,7 @@ from async_rl.report.usage import role_utilization
 from async_rl.runfolder import Row, RunFolder, write_atomically
 
 if TYPE_CHECKING:
-    from async_rl.launch.launcher import Outcome
+    from async_rl.launch.interfaces import Outcome
 
 
 def write_summary(out: Path, outcome: Outcome) -> dict[str, Any]:

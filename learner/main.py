@@ -153,7 +153,7 @@ def check_settings(config: Config) -> None:
     on_policy = config.buffer.max_staleness == 0 and config.algorithm.minibatches * config.algorithm.epochs == 1
     if config.learner.lr_schedule == "kl_adaptive" and on_policy:
         raise ConfigError(
-            "learner.lr_schedule = 'kl_adaptive' has no effect with buffer.max_staleness = 0 and one update a step: the "
+            "learner.lr_schedule = 'kl_adaptive' has no effect at buffer.max_staleness = 0 and one update a step: the "
             "policy that is trained is the one that sampled, so their KL is 0; set it to 'constant', or raise "
             "algorithm.minibatches, algorithm.epochs or buffer.max_staleness"
         )

@@ -33,8 +33,8 @@ ENOUGH, TOO_MUCH = 0.45, 0.58
 """The accuracy to stop at, and the one that must not be passed: the rest is left to learn."""
 
 _SEED = 0
-_BATCH = 128
-_LR = 7e-4
+_BATCH = 64
+_LR = 1e-3
 _EVAL_EVERY = 10
 _MAX_STEPS = 4_000
 _IGNORE = -100
@@ -66,12 +66,13 @@ def build_model() -> nn.Module:
 
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
-        hidden_size=128,
+        hidden_size=192,
         intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
         max_position_embeddings=512,
+        initializer_range=0.05,
         tie_word_embeddings=False,
         pad_token_id=PAD,
         bos_token_id=BOS,

@@ -79,6 +79,7 @@ class VLLMThread:
         self._others = set(multiprocessing.active_children())
         self._children: list[BaseProcess] = []
         self._dead = asyncio.Event()
+        self._stopping = False
         self._folder = tempfile.TemporaryDirectory(prefix="async_rl-vllm-", ignore_cleanup_errors=True)
         self.vocab_size = 0
         self._thread = threading.Thread(target=self._run, name="vllm-loop", daemon=True)
@@ -86,7 +87,7 @@ class VLLMThread:
         try:
             self.call(self._boot(), start_timeout_s, "vLLM to start")
         except BaseException:
-            self.close(5.0)
+            self.close(1.0)
             raise
 
     @property
@@ -120,25 +121,27 @@ class VLLMThread:
         self._loop.call_soon_threadsafe(self._cancel, keys)
 
     def close(self, deadline_s: float) -> None:
-        """End requests, vLLM, its processes and the thread; each of these steps takes at most ``deadline_s``."""
+        """End requests, vLLM, its processes and the thread; each of these steps takes at most ``deadline_s``.
+
+        A start that is under way cannot be interrupted: its processes are killed, its thread ends with ours.
+        """
         self._inbox.close()
-        if self._engine is None:  # still starting: that ends when its process does
-            self._kill()
-        if self._thread.is_alive():
+        self._stopping = True
+        if self._engine is not None and self._thread.is_alive():
             with contextlib.suppress(TimeoutError):
                 asyncio.run_coroutine_threadsafe(self._shutdown(), self._loop).result(deadline_s)
+        self._kill(deadline_s)
+        if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(deadline_s)
-        self._kill()
-        for child in self._children:
-            child.join(deadline_s)
+            self._kill(deadline_s)
         self._folder.cleanup()
 
-    def _kill(self) -> None:
-        self._children = self._children or self._started()
-        for child in self._children:
+    def _kill(self, deadline_s: float) -> None:
+        for child in self._children or self._started():
             if child.is_alive():
                 child.kill()
+            child.join(deadline_s)
 
     def _started(self) -> list[BaseProcess]:
         return [p for p in multiprocessing.active_children() if p not in self._others]
@@ -162,7 +165,11 @@ class VLLMThread:
             try:
                 config = _vllm_config(self._settings)
                 self.vocab_size = config.model_config.get_vocab_size()
+                if self._stopping:
+                    raise AsyncRLError("closed while vLLM was starting")
                 self._engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+            except AsyncRLError:
+                raise
             except Exception as error:
                 raise AsyncRLError(f"vLLM could not start with {self._settings.model_path}: {error}") from error
             finally:

@@ -124,9 +124,10 @@ class Server:
 
     def close(self) -> None:
         """Write the final books, let the last messages leave, free the socket."""
-        self.service.close()
-        self._socket.close(_LINGER_MS)
-        self._release()
+        try:
+            self.service.close()
+        finally:
+            self._release()
 
     def _bind(self, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from async_rl.errors import AsyncRLError
 from async_rl.launch.children import Child, become_subreaper, cause, end_all, end_descendants, wait_all
 from async_rl.launch.commands import Commands
+from async_rl.launch.interfaces import Display, Monitor, Outcome, Status
 from async_rl.launch.interrupts import Interrupts
 from async_rl.runfolder import read_json
 
@@ -39,46 +39,6 @@ MAX_RESTARTS = 3
 BACKOFF_S = 1.0
 """Before the first restart; twice as long before each further one."""
 _TURN_S = 0.2
-
-Status = Literal["completed", "stopped", "failed"]
-
-
-class Monitor(AbstractContextManager["Monitor"], Protocol):
-    """The launcher's line to the server; :class:`async_rl.client.Client` is the real one."""
-
-    def connect(self, timeout_s: float) -> Mapping[str, Any]:
-        """Say hello; the welcome."""
-
-    def send(self, kind: str, /, **fields: Any) -> None:
-        """Send a message."""
-
-    def receive(self, timeout_s: float) -> Sequence[tuple[Mapping[str, Any], Any]]:
-        """Messages that came within the time."""
-
-
-class Display(Protocol):
-    """Where the run shows itself."""
-
-    def update(self, status: Mapping[str, Any]) -> None:
-        """Take a ``status`` message."""
-
-    def note(self, text: str) -> None:
-        """Say one line."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How the run ended."""
-
-    status: Status
-    reason: str
-    """One sentence; with the end of a log when a process died."""
-    exit_code: int
-    wall_s: float
-    cpu_s: Mapping[str, float]
-    """User and system seconds per process name, over all its lives."""
-    restarts: Mapping[str, int]
-    """Restarts per process name, where there were any."""
 
 
 @dataclass(slots=True)
@@ -227,17 +187,20 @@ class Launcher:
         """The end of the run, once it is clear; ``None`` before."""
         if stop is not None and stop["error"]:
             return ("failed", self._failure(stop)) if all(c.poll() is not None for c in self.children) else None
-        if learner.poll():
-            return "failed", describe(learner)
-        if server.poll():
-            return "failed", describe(server)
-        if server.poll() == 0 and learner.poll() == 0:
-            late = wait_all(self.children, FAILED_S)
-            if late:
-                self.display.note(f"{', '.join(c.name for c in late)} did not leave by itself and was ended")
-            stopped = read_json(self.commands.out / "books.json").get("status") == "stopped"
-            return "stopped" if stopped else "completed", str(stop["reason"]) if stop else "done"
+        if server.poll() == 0:
+            return self._server_has_ended(stop)
+        for child in (learner, server):
+            if child.poll():
+                return "failed", describe(child)
         return None
+
+    def _server_has_ended(self, stop: Mapping[str, Any] | None) -> tuple[Status, str]:
+        """The server left in order: its verdict counts, and who is still there (or was only starting) is ended."""
+        late = wait_all(self.children, FAILED_S)
+        if late:
+            self.display.note(f"{', '.join(c.name for c in late)} did not leave by itself and was ended")
+        stopped = read_json(self.commands.out / "books.json").get("status") == "stopped"
+        return "stopped" if stopped else "completed", str(stop["reason"]) if stop else "done"
 
     def _failure(self, stop: Mapping[str, Any]) -> str:
         """The server's sentence, and the end of the learner's log when that holds a traceback."""

@@ -87,7 +87,7 @@ def print_overview(console: Console, config: Config, model: Path | None, out: Pa
     view = overview(config, model)
     table = Table(title=f"{config.name}: {config.steps} steps", title_justify="left", show_header=False, box=None)
     table.add_column(style="bold")
-    table.add_column()
+    table.add_column(overflow="fold")
     for name, text in _rows(config, view, model):
         table.add_row(name, text)
     table.add_row("files", str(out))

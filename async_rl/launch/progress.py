@@ -22,6 +22,7 @@ from async_rl.launch.overview import format_seconds
 
 PLAIN_LINES = 20
 """About how many lines a run writes where there is no terminal."""
+PLAIN_WIDTH = 140
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,8 @@ class PlainDisplay(AbstractContextManager["PlainDisplay"]):
         """Write a line if one is due."""
         glance = Glance.from_status(status)
         left = self._pace.left_s(glance.step)
-        due = self._shown == 0 or glance.step - self._shown >= self._every or glance.step == self._total
+        passed = glance.step // self._every > self._shown // self._every
+        due = self._shown == 0 or passed or glance.step == self._total
         if glance.step > self._shown and due:
             self._shown = glance.step
             self._console.print(one_line(glance, self._total, left), soft_wrap=True)
@@ -135,6 +137,12 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
     def note(self, text: str) -> None:
         """Write one line above the panel."""
         self._live.console.print(text, markup=False)
+
+
+def make_console() -> Console:
+    """The terminal, or lines that are wide enough not to be cut when the output goes elsewhere."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
 
 def make_display(console: Console, config: Config) -> LiveDisplay | PlainDisplay:

@@ -18,10 +18,11 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.launch import preflight
 from async_rl.launch.children import Child, cause, end_all, end_descendants, wait_all
 from async_rl.launch.commands import Commands, assign_gpus, visible_gpus
+from async_rl.launch.interfaces import Monitor, Outcome
 from async_rl.launch.interrupts import Interrupts
-from async_rl.launch.launcher import MAX_RESTARTS, Launcher, Monitor, Outcome, describe
+from async_rl.launch.launcher import MAX_RESTARTS, Launcher, describe
 from async_rl.launch.overview import num_parameters, print_overview
-from async_rl.launch.progress import make_display
+from async_rl.launch.progress import make_console, make_display
 from async_rl.report.trace import write_trace
 from async_rl.runfolder import RunFolder, write_atomically
 from async_rl.summary import write_summary
@@ -36,7 +37,7 @@ def run_session(
         ConfigError: an argument, a setting, the model, the data or the address is wrong.
         AsyncRLError: the model could not be built.
     """
-    console = Console(stderr=False, highlight=False)
+    console = make_console()
     config, folder, checkpoint = _configure(source, overrides, out, resume)
     search = Path(source).resolve().parent if source and source.endswith(".toml") else Path.cwd()
     env = preflight.child_environment(os.environ, search)
@@ -67,7 +68,7 @@ def run_actor(source: str, overrides: Sequence[str], connect: str, name: str | N
     folder = Path("runs") / f"actor-{name}"
     search = Path(source).resolve().parent if source.endswith(".toml") else Path.cwd()
     env = preflight.child_environment(os.environ, search)
-    console = Console(highlight=False)
+    console = make_console()
     with Interrupts() as interrupts:
         preflight.ensure_model(config, env, folder / "logs" / "warmup.log", console.print, lambda: interrupts.count > 0)
         preflight.check_engine(config)

@@ -1,5 +1,6 @@
 """The command line from outside: speed, exit codes, one sentence on stderr for what is the user's mistake."""
 
+import io
 import os
 import re
 import subprocess
@@ -7,7 +8,12 @@ import sys
 import time
 
 import pytest
+from rich.console import Console
 from run_folder import make_run
+
+from async_rl.config import parse_config
+from async_rl.launch.overview import format_bytes, format_seconds, overview, print_overview
+from async_rl.launch.progress import Glance, Pace, PlainDisplay, one_line, panel
 
 COMMAND = [sys.executable, "-m", "async_rl"]
 
@@ -85,3 +91,96 @@ def test_report_prints_where_the_page_is(tmp_path):
     assert done.returncode == 0
     assert done.stdout.strip() == str(tmp_path / "r" / "report.html")
     assert (tmp_path / "r" / "report.html").stat().st_size > 5000
+
+
+# ------------------------------------------------------------------ what a run says
+
+
+def console():
+    return Console(file=io.StringIO(), width=200, highlight=False)
+
+
+def test_plain_lines_come_for_the_first_step_at_round_steps_and_for_the_last():
+    screen = console()
+    display = PlainDisplay(screen, parse_config({"steps": 100}))  # a line every 5 steps
+    for step in [0, 1, 1, 2, 4, 5, 6, 9, 11, 99, 100]:
+        display.update({"step": step})
+    steps = [line.split()[1] for line in screen.file.getvalue().splitlines()]
+    assert steps == ["1/100", "5/100", "11/100", "99/100", "100/100"]
+
+
+def test_a_status_message_becomes_one_line_without_what_is_not_known():
+    status = {
+        "step": 7,
+        "stats": {"reward": 0.25, "accuracy": 0.5},
+        "staleness": {"mean": 1.5, "max": 2},
+        "utilization": {"learner": 0.9, "actors": None},
+        "evals": [{"version": 0, "metrics": {"accuracy": 0.5}}, {"version": 5, "metrics": {"accuracy": 0.75}}],
+        "clients": [{"role": "actor"}, {"role": "monitor"}],
+        "books": {"issued": 9},
+    }
+    glance = Glance.from_status(status)
+    assert one_line(glance, 10, 65.0) == (
+        "step 7/10  reward 0.250  accuracy 0.500  held out 0.750 at 5  age 1.50/2  learner 90%  1 min 05 s left"
+    )
+    assert glance.clients == 1
+    assert one_line(Glance.from_status({}), 10, None) == "step 0/10"
+    screen = console()
+    screen.print(panel(glance, 10, 65.0))
+    assert all(part in screen.file.getvalue() for part in ("7/10", "0.750 at 5", "1.50 mean, 2 max", "issued 9"))
+
+
+def test_time_left_is_what_remains_at_the_pace_since_the_first_step():
+    now = [0.0]
+    pace = Pace(100, clock=lambda: now[0])
+    assert pace.left_s(0) is None
+    now[0] = 50.0  # start-up
+    assert pace.left_s(1) is None
+    now[0] = 60.0
+    assert pace.left_s(21) == pytest.approx(79 * 0.5)  # 20 steps in 10 s
+
+
+def test_the_overview_says_what_the_numbers_mean_together(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(10)}, tmp_path / "model.safetensors")
+    config = parse_config(
+        {
+            "buffer": {"groups_per_step": 10, "max_staleness": 3},
+            "sampling": {"group_size": 3, "max_new_tokens": 7},
+            "algorithm": {"minibatches": 2, "epochs": 2},
+            "model": {"dtype": "bfloat16"},
+        }
+    )
+    view = overview(config, tmp_path)
+    assert (view.sequences_per_step, view.sampled_tokens_per_step, view.updates_per_step) == (30, 210, 4)
+    assert (view.tickets_in_flight, view.staleness_bound) == (40, 3)  # (3 + 1) · 10
+    assert (view.staleness_waiting, view.staleness_ahead) == (1, 3)
+    assert view.weight_bytes == 25 * 2
+    screen = console()
+    print_overview(screen, config, tmp_path, tmp_path / "out")
+    text = screen.file.getvalue()
+    assert "10 groups × 3 = 30 sequences" in text
+    assert "warning: sampling.group_size = 3" in text
+    assert str(tmp_path / "out") in text
+
+
+def test_synchronous_training_expects_no_staleness():
+    view = overview(parse_config({"buffer": {"max_staleness": 0}}), None)
+    assert (view.staleness_waiting, view.staleness_ahead, view.tickets_in_flight) == (0, 0, 64)
+    assert view.weight_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (2_499_072, "2.5 MB"), (270e6, "270 MB"), (3.2e12, "3.2 TB")]
+)
+def test_bytes_are_shown_with_the_digits_that_matter(count, text):
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3.4, "3 s"), (59.6, "1 min 00 s"), (125, "2 min 05 s"), (3720, "1 h 02 min")]
+)
+def test_durations_are_shown_in_the_unit_that_matters(seconds, text):
+    assert format_seconds(seconds) == text

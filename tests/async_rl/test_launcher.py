@@ -222,6 +222,20 @@ def test_the_servers_reason_comes_with_the_learners_traceback(launch, tmp_path):
     assert reason.endswith("  ValueError: odd")
 
 
+def test_a_learner_that_was_only_starting_when_the_run_was_stopped_is_no_failure(launch, tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher_module, "FAILED_S", 0.2)
+
+    def turn(line):
+        if line.turns == 2:
+            (tmp_path / "books.json").write_text('{"status": "stopped"}')
+            line.queue.append(({"type": "stop", "reason": "asked to stop", "error": False}, []))
+            (tmp_path / "exit_server").write_text("0")
+
+    ran = launch(turn)
+    assert (ran.outcome.status, ran.outcome.reason) == ("stopped", "asked to stop")
+    assert "learner" in ran.display.notes[0]
+
+
 def test_when_the_last_actor_is_given_up_the_run_fails_and_says_why(launch, tmp_path):
     (tmp_path / "say_actor0").write_text("async-rl: no such verifier")
 

@@ -6,7 +6,7 @@ import pytest
 from run_folder import make_run
 
 from async_rl.errors import ConfigError
-from async_rl.launch.launcher import Outcome
+from async_rl.launch.interfaces import Outcome
 from async_rl.report.page import write_report
 from async_rl.report.svg import Series, bar_chart, line_chart, nice_ticks, running_mean, shares_chart, short
 from async_rl.summary import write_summary

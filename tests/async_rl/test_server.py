@@ -368,7 +368,6 @@ def test_a_whole_run_ends_with_the_last_evaluation_and_closed_books(cast, server
     for peer in (learner, actor, evaluator):
         peer.close()
     assert exit_code(server) == 0
-    server.service.close()
     books = json.loads((tmp_path / "books.json").read_text())
     assert books["status"] == "completed"
     assert books["books"] == {

@@ -3,7 +3,7 @@ import json
 import pytest
 from run_folder import make_run
 
-from async_rl.launch.launcher import Outcome
+from async_rl.launch.interfaces import Outcome
 from async_rl.report.trace import spans_by_process, trace_events, write_trace
 from async_rl.report.usage import fractions, role_utilization, seconds_per_state, shares_over_time, without_pauses
 from async_rl.runfolder import RunFolder, read_jsonl

@@ -1,0 +1,118 @@
+"""Real runs through the command line: real processes, real sockets, a real (tiny, untrained) model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from learner.warmup import build_model, build_tokenizer, save
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def untrained(tmp_path_factory) -> Path:
+    """The tiny architecture with random weights, as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("models") / "untrained"
+    torch.manual_seed(0)
+    save(build_model(), build_tokenizer(), folder)
+    return folder
+
+
+@pytest.fixture
+def small(untrained):
+    """Settings of a run that takes seconds."""
+    return {
+        "model.path": str(untrained),
+        "steps": 4,
+        "seed": 3,
+        "buffer.groups_per_step": 8,
+        "sampling.group_size": 4,
+        "sampling.max_new_tokens": 6,
+        "buffer.replace_zero_variance": False,
+        "task.verifier": "user_verifiers:digits",
+        "task.holdout": 50,
+        "eval.problems": 50,
+        "eval.every": 2,
+        "checkpoint.every": 0,
+        "learner.lr": 1e-3,
+        "learner.warmup_steps": 0,
+        "actors.slots": 32,
+        "log.wandb": False,
+    }
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "async_rl", *arguments]
+
+
+def overrides(settings: dict) -> list[str]:
+    def text(value) -> str:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    return [part for key, value in settings.items() for part in ("--set", f"{key}={text(value)}")]
+
+
+def environment() -> dict[str, str]:
+    search = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": search}
+
+
+def run(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=timeout, env=environment(), check=False
+    )
+
+
+def summary_of(out: Path) -> dict:
+    return json.loads((out / "summary.json").read_text())
+
+
+def rows(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def trained_rows(out: Path) -> list[dict]:
+    """The metrics of the trained steps; the last evaluation comes on a line of its own."""
+    return [row for row in rows(out / "metrics.jsonl") if "reward/mean" in row]
+
+
+def processes_of(out: Path) -> list[str]:
+    """Command lines of the processes that belong to a run folder (its path is an argument of each)."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if str(out) in line:
+                found.append(line)
+    return found
+
+
+def assert_sound(out: Path, bound: int, steps: int) -> dict:
+    """What must be true of every completed run: closed books, the bound, exact batches, nothing left behind."""
+    summary = summary_of(out)
+    ledger = summary["ledger"]
+    assert summary["status"] == "completed"
+    assert summary["steps"] == steps
+    assert ledger["issued"] == sum(v for k, v in ledger.items() if k != "issued")
+    assert all(ledger[k] == 0 for k in ("open", "scoring", "ready", "delivered"))
+    assert summary["staleness"]["bound"] == bound
+    assert summary["staleness"]["max"] <= bound
+    batches = rows(out / "batches.jsonl")
+    assert [b["step"] for b in batches] == list(range(steps))
+    ordinals = [o for b in batches for o in b["ordinals"]]
+    assert len(ordinals) == len(set(ordinals)) == ledger["trained"]
+    assert 0 < summary["utilization"]["learner"] <= 1
+    assert 0 < summary["utilization"]["actors"] <= 1
+    assert [r["step"] for r in trained_rows(out)] == list(range(steps))
+    assert not processes_of(out)
+    run_id = json.loads((out / "server.json").read_text())["run_id"]
+    assert not list(Path("/dev/shm").glob(f"async_rl-{run_id}-*"))
+    return summary
