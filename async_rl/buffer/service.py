@@ -350,7 +350,7 @@ class Service:
             f"{s.name} ({s.state}, version {s.live}, {s.in_flight} in flight)" for s in self.roster.of("actor")
         )
         text = (
-            f"no group was accepted for {self.config.buffer.watchdog_s:.0f} s, round {overdue.round} of "
+            f"no group was accepted for {self.config.buffer.watchdog_s:g} s, round {overdue.round} of "
             f"{self.config.buffer.watchdog_rounds}; actors: {clients or 'none'}; "
             f"filtered: {dict(self.ledger.filtered)}, failed: {dict(self.ledger.failed)}"
         )

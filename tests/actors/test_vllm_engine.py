@@ -349,7 +349,7 @@ def test_no_process_is_left_when_ours_is_killed(tmp_path: Path):
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path)},
     )
     try:
         line = next((text for text in process.stdout or [] if text.startswith("PIDS")), "")

@@ -42,7 +42,7 @@ def config(**sections: dict[str, Any]) -> Config:
     raw: dict[str, Any] = {
         "steps": 3,
         "sampling": {"group_size": 2, "max_new_tokens": 4},
-        "buffer": {"groups_per_step": 2, "max_staleness": 1, "heartbeat_s": 0.1, "lease_s": 30.0},
+        "buffer": {"groups_per_step": 2, "max_staleness": 1, "heartbeat_s": 0.3, "lease_s": 30.0},
     }
     for name, section in sections.items():
         raw[name] = {**raw[name], **section} if isinstance(raw.get(name), dict) else section

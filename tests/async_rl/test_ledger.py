@@ -4,13 +4,12 @@ import math
 
 import numpy as np
 import pytest
+from buffer_helpers import NUM_TASKS, answer, ledger, make, rules
 
 from async_rl.buffer.journal import Frozen, freeze, load, save, thaw
 from async_rl.buffer.ledger import Ledger
 from async_rl.errors import ConfigError
 from async_rl.protocol import Ticket
-
-from buffer_helpers import NUM_TASKS, answer, ledger, make, rules
 
 
 def issue_all(books: Ledger, version: int = 0, actor: str = "a", now: float = 0.0) -> list[Ticket]:
@@ -178,7 +177,7 @@ def test_a_repeated_submit_gets_the_same_answer_and_counts_once():
 
 def test_a_lease_that_runs_out_is_issued_again_with_the_next_attempt_and_its_late_group_is_not_counted():
     books = ledger(max_staleness=0, lease_s=10)
-    first, second = issue_all(books, now=0.0)
+    first, _ = issue_all(books, now=0.0)
     assert books.expire(10.0) == []
     assert [(x.ordinal, x.actor) for x in books.expire(10.5)] == [(0, "a"), (1, "a")]
     again = books.issue("b", 0, 11.0)

@@ -1,7 +1,7 @@
 """Random schedules of everything that can happen to the ledger, in any order; the invariants hold after each event.
 
-    actors with lagging versions: issue, submit (any mix of versions), fail, die, repeat
-    learner: deliver (also ahead of training), train        time: leases, watchdog        crash: freeze and thaw
+actors with lagging versions: issue, submit (any mix of versions), fail, die, repeat
+learner: deliver (also ahead of training), train        time: leases, watchdog        crash: freeze and thaw
 """
 
 from __future__ import annotations

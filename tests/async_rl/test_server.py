@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,7 +13,8 @@ from buffer_helpers import answer, make
 from server_helpers import Cast, NoWeights, Raw, config, eventually, exit_code, finish, hello, lines, manifest, running
 
 from async_rl.buffer.server import Server
-from async_rl.client import Stopped
+from async_rl.client import Client, Stopped
+from async_rl.config import to_toml
 from async_rl.errors import ConfigError, HandshakeError
 from async_rl.protocol import Ticket
 from async_rl.wire import decode_groups, encode_groups, pack_header
@@ -115,7 +119,9 @@ def test_the_server_survives_noise_and_counts_it(server, settings, cast):
     assert len(cast.actor(credit=2).tickets(2)) == 2
 
 
-@pytest.mark.parametrize("kind", ["credit", "submit", "fail", "live", "beat", "next", "trained", "snapshot", "eval", "dead"])
+@pytest.mark.parametrize(
+    "kind", ["credit", "submit", "fail", "live", "beat", "next", "trained", "snapshot", "eval", "dead"]
+)
 def test_no_field_of_any_type_can_end_the_server(server, settings, kind):
     values = [None, -1, 1 << 61, 1.5, "x", b"x", [], [[]], {}, {"a": [1]}, True]
     role = {"next": "learner", "trained": "learner", "snapshot": "learner", "eval": "evaluator", "dead": "monitor"}
@@ -259,7 +265,7 @@ def test_two_ranks_get_complementary_shards_and_the_same_one_when_they_ask_again
     actor = cast.actor()
     finish(actor, actor.tickets(4))
     first, frames = zero.request("next", "shard", step=0)
-    second, more = one.request("next", "shard", step=0)
+    second, _ = one.request("next", "shard", step=0)
     again, _ = zero.request("next", "shard", step=0)
     ordinals = [[g["ordinal"] for g in h["groups"]] for h in (first, second, again)]
     assert sorted(ordinals[0] + ordinals[1]) == [0, 1]
@@ -305,7 +311,9 @@ def test_a_wrong_step_or_manifest_is_refused(server, settings):
         raw.ask(hello(settings, role="learner", name="l"))
         trained = {"type": "trained", "stats": {}}
         assert raw.ask(pack_header({**trained, "step": 0, "manifest": manifest(1).to_wire()}))["code"] == "bad_step"
-        assert raw.ask(pack_header({**trained, "step": -1, "manifest": manifest(1).to_wire()}))["code"] == "bad_manifest"
+        assert (
+            raw.ask(pack_header({**trained, "step": -1, "manifest": manifest(1).to_wire()}))["code"] == "bad_manifest"
+        )
         assert raw.ask(pack_header({**trained, "step": -1, "manifest": {}}))["code"] == "bad_manifest"
         assert raw.ask(pack_header({"type": "next", "step": 1}))["code"] == "bad_step"
 
@@ -314,7 +322,11 @@ def test_texts_beats_and_evaluations_are_written_down(cast, tmp_path):
     learner = cast.learner()
     actor = cast.actor(credit=0)
     actor.beat_info = lambda: {
-        "timer": {"state": "generating", "seconds": {"generating": 3.0, "idle": 1.0}, "spans": [["generating", 1.0, 2.0]]},
+        "timer": {
+            "state": "generating",
+            "seconds": {"generating": 3.0, "idle": 1.0},
+            "spans": [["generating", 1.0, 2.0]],
+        },
         "in_flight": [[0, 0, 0.5]],
     }
     actor.send("credit", count=8)
@@ -440,9 +452,12 @@ def test_the_watchdog_ends_a_run_that_accepts_nothing_with_the_table(tmp_path):
         cast.learner()
         actor = cast.actor("lazy", credit=1)
         actor.tickets(1)
+        assert actor.until("cancel")[0]["tickets"] == [[0, 0]]
+        actor.send("credit", count=1)
         stop, _ = actor.until("stop")
         assert stop["error"] is True
-        assert "lazy                 ordinal 0 attempt" in stop["reason"]
+        assert "no group was accepted for 0.2 s, round 2 of 2" in stop["reason"]
+        assert "lazy                 ordinal 0 attempt 1 open" in stop["reason"]
         actor.close()
 
 
@@ -482,3 +497,44 @@ def test_a_resumed_server_trains_each_ordinal_exactly_once(tmp_path):
 def test_a_checkpoint_that_is_not_there_is_a_sentence(settings, tmp_path):
     with pytest.raises(ConfigError, match="cannot resume"):
         Server(settings, tmp_path, 4, NoWeights(), tmp_path / "none")
+
+
+# ---------------------------------------------------------------- the process
+
+
+@pytest.mark.real
+def test_the_process_serves_ends_in_order_on_sigint_and_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text(to_toml(config()))
+    command = [sys.executable, "-m", "async_rl.buffer.server", str(path), "--out", str(tmp_path / "run")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        note = tmp_path / "run" / "server.json"
+        eventually(note.exists)
+        told = json.loads(note.read_text())
+        assert told["pid"] == process.pid
+        with Client(told["address"], "learner", "learner0", config().contract_hash()) as learner:
+            welcome = learner.connect(10.0)
+            assert welcome["run_id"] == told["run_id"]
+            assert welcome["weights_address"].startswith("tcp://127.0.0.1:")
+            process.send_signal(signal.SIGINT)
+            with pytest.raises(Stopped, match="interrupted"):
+                learner.request("next", "shard", step=0)
+            learner.send("done", stopped=True)
+        assert process.wait(10.0) == 0
+    finally:
+        process.kill()
+        output, _ = process.communicate()
+    assert "Traceback" not in output
+    assert json.loads((tmp_path / "run" / "books.json").read_text())["status"] == "stopped"
+
+
+@pytest.mark.real
+def test_a_wrong_configuration_is_one_sentence_and_exit_code_one(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text(to_toml(config(buffer={"bind": "tcp://0.0.0.0:*"})))
+    command = [sys.executable, "-m", "async_rl.buffer.server", str(path), "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("async-rl: buffer.bind")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,103 @@
+"""What vLLM is started with: our settings, its configuration, and the environment that it reads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine core and worker in one process
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+CPU_ENVIRONMENT: Mapping[str, str] = {"TORCHDYNAMO_DISABLE": "1"}  # no C++ compiler at run time
+DEFAULTS: Mapping[str, str] = {"VLLM_LOGGING_LEVEL": "ERROR"}
+CPU_DEFAULTS: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What vLLM is started with."""
+
+    model_path: str
+    dtype: str
+    max_num_seqs: int
+    """Sequences decoded at the same time."""
+    context: int
+    """Longest prompt plus completion, in tokens."""
+    seed: int
+    recompute: bool
+    """Recompute the KV of running requests when weights change."""
+
+
+def vllm_config(settings: Settings) -> Any:
+    """Configure vLLM for these settings, on the platform that it was built for."""
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    cpu = current_platform.is_cpu()
+    if cpu:
+        os.environ.update(CPU_ENVIRONMENT)
+        for key, value in CPU_DEFAULTS.items():
+            os.environ.setdefault(key, value)
+    config = AsyncEngineArgs(
+        model=settings.model_path,
+        dtype=settings.dtype,
+        seed=settings.seed,
+        max_model_len=settings.context,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=max(2048 if cpu else 8192, settings.context, settings.max_num_seqs),
+        skip_tokenizer_init=True,  # tokens in, tokens out
+        generation_config="vllm",  # nothing that the model's folder says changes how we sample
+        load_format="dummy",  # version 0 is loaded and proven before the first request
+        enforce_eager=cpu,
+        enable_prefix_caching=False,  # nothing that older weights computed is reused
+        logprobs_mode="processed_logprobs",  # of the distribution that is sampled, temperature included
+        weight_transfer_config=WeightTransferConfig(backend="async_rl"),
+        worker_extension_cls="actors.engines.vllm_worker.WorkerExtension",
+    ).create_engine_config()
+    if cpu:
+        _check_heads(config.model_config.get_head_size())
+        config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(config, settings)
+    return config
+
+
+def _check_heads(size: int) -> None:
+    """Say at the start what vLLM would only find out, and die of, at the first request."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in supported:
+        raise ValueError(f"the model's attention heads have size {size}, vLLM's CPU build supports {supported}")
+
+
+def _kv_cache_bytes(config: Any, settings: Settings) -> int:
+    """Bytes of KV for all sequences at full length, in a quarter of free memory; vLLM queues what is beyond."""
+    model, parallel, block = config.model_config, config.parallel_config, config.cache_config.block_size
+    token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    sequence = int(-(-settings.context // block) * block * token * model.dtype.itemsize)
+    spare = int(block * token * model.dtype.itemsize)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(sequence + spare, min(settings.max_num_seqs * sequence + spare, free // 4))
+
+
+@contextlib.contextmanager
+def environment(folder: str) -> Iterator[None]:
+    """Set vLLM's environment for a block; what vLLM adds (preloaded libraries) does not reach our other children.
+
+    Args:
+        folder: for its sockets and files, which it leaves behind.
+    """
+    saved = dict(os.environ)
+    os.environ.update(ENVIRONMENT, VLLM_RPC_BASE_PATH=folder, TMPDIR=folder)
+    for key, value in DEFAULTS.items():
+        os.environ.setdefault(key, value)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)

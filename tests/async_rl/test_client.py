@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+from buffer_helpers import answer, make
+from server_helpers import WAIT_S, Cast, config, eventually, finish, manifest, running
+
+from async_rl.client import Client, Stopped
+from async_rl.errors import DeadlineError, HandshakeError, WireError
+from async_rl.protocol import Ticket
+from async_rl.wire import Header, pack_header, unpack_header
+
+
+class FakeServer:
+    """A ROUTER in the test's own thread, which answers only when told."""
+
+    def __init__(self, heartbeat_s: float) -> None:
+        self.heartbeat_s = heartbeat_s
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.bind("tcp://127.0.0.1:*")
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.identity = b""
+
+    def hear(self, *kinds: str) -> Header:
+        """The next message of one of these types."""
+        while self._socket.poll(WAIT_S * 1000):
+            self.identity, head, *_ = self._socket.recv_multipart()
+            header = unpack_header(head)
+            if header["type"] in kinds:
+                return header
+        raise AssertionError(f"no {kinds}")
+
+    def say(self, kind: str, **fields) -> None:
+        self._socket.send_multipart([self.identity, pack_header({"type": kind, **fields})])
+
+    def welcome(self, run_id: str = "r", weights: str = "tcp://127.0.0.1:1") -> None:
+        self.hear("hello")
+        self.say(
+            "welcome",
+            run_id=run_id,
+            heartbeat_s=self.heartbeat_s,
+            next_step=0,
+            manifest=manifest(4).to_wire(),
+            weights_address=weights,
+        )
+
+    def close(self) -> None:
+        self._context.destroy(0)
+
+
+def receive_for_ever(client: Client) -> None:
+    while True:
+        client.receive(WAIT_S)
+
+
+@contextmanager
+def connected(heartbeat_s: float = 30.0, **welcome: str) -> Iterator[tuple[FakeServer, Client]]:
+    server = FakeServer(heartbeat_s)
+    try:
+        with Client(server.address, "actor", "a", "c") as client:
+            thread = threading.Thread(target=server.welcome, kwargs=welcome)
+            thread.start()
+            client.connect(WAIT_S)
+            thread.join()
+            yield server, client
+    finally:
+        server.close()
+
+
+def test_nothing_at_the_address_is_a_sentence_with_the_address_and_the_time():
+    with (
+        Client("tcp://127.0.0.1:1", "actor", "a", "c") as client,
+        pytest.raises(DeadlineError, match=r"nothing answered at tcp://127\.0\.0\.1:1 within 0\.1 s"),
+    ):
+        client.connect(0.1)
+
+
+def test_an_impossible_address_is_a_sentence():
+    with Client("nonsense", "actor", "a", "c") as client, pytest.raises(HandshakeError, match="cannot use the address"):
+        client.connect(WAIT_S)
+
+
+def test_the_servers_own_sentence_explains_a_refusal(tmp_path):
+    settings = config()
+    with (
+        running(settings, tmp_path) as server,
+        Client(server.address, "actor", "a", "other") as client,
+        pytest.raises(HandshakeError, match=r"same config\.toml"),
+    ):
+        client.connect(WAIT_S)
+
+
+def test_chunks_come_from_the_host_that_was_reached_when_the_server_listens_everywhere():
+    server = FakeServer(30.0)
+    with Client(server.address, "actor", "a", "c") as client:
+        thread = threading.Thread(target=server.welcome, kwargs={"weights": "tcp://0.0.0.0:77"})
+        thread.start()
+        assert client.connect(WAIT_S)["weights_address"] == "tcp://127.0.0.1:77"
+        thread.join()
+    server.close()
+
+
+def test_the_io_thread_beats_by_itself_with_the_callers_facts():
+    with connected(heartbeat_s=0.05) as (server, client):
+        client.beat_info = lambda: {"timer": {"state": "generating"}, "info": {"n": 1}}
+        while server.hear("beat").get("info") is None:
+            server.say("beat")
+        beat = server.hear("beat")
+        assert beat["timer"] == {"state": "generating"}
+        assert beat["cpu_s"] > 0
+        assert beat["rss_bytes"] > 1 << 20
+
+
+def test_a_fault_in_the_beat_is_raised_where_the_caller_looks():
+    with connected(heartbeat_s=0.05) as (_, client):
+        client.beat_info = lambda: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            receive_for_ever(client)
+
+
+def test_a_silent_server_is_an_error_after_three_beats_but_not_before_messages_are_read():
+    with connected(heartbeat_s=0.05) as (server, client):
+        server.say("version", manifest=None)
+        began = time.monotonic()
+        assert [h["type"] for h, _ in client.receive(WAIT_S)] == ["version"]
+        with pytest.raises(DeadlineError, match=r"silent for 0\.15 s"):
+            receive_for_ever(client)
+        assert 0.14 < time.monotonic() - began < 2
+        with pytest.raises(DeadlineError):
+            client.receive(0.0)
+
+
+def test_messages_are_numbered_without_gaps():
+    with connected(heartbeat_s=30.0) as (server, client):
+        client.send("credit", count=1)
+        client.send("live", version=0)
+        client.send_groups([make(0)])
+        seqs = [server.hear("beat", "credit", "live", "submit")["seq"] for _ in range(4)]
+        assert seqs == [2, 3, 4, 5]
+
+
+def test_groups_are_sent_again_until_they_are_acknowledged():
+    with connected(heartbeat_s=0.05) as (server, client):
+        client.send_groups([make(0), make(1, 2)])
+        first = server.hear("submit")
+        assert [(g["ordinal"], g["attempt"]) for g in first["groups"]] == [(0, 0), (1, 2)]
+        server.say("ack", results=[[0, 0, "accepted", ""]])
+        assert client.receive(WAIT_S)[0][0]["type"] == "ack"
+        assert client.unacked == 1
+        again = server.hear("submit")
+        assert [(g["ordinal"], g["attempt"]) for g in again["groups"]] == [(1, 2)]
+        server.say("ack", results=[[1, 2, "late", ""]])
+        client.receive(WAIT_S)
+        assert client.unacked == 0
+
+
+def test_after_a_break_the_client_rejoins_and_repeats_what_the_server_needs():
+    with connected(heartbeat_s=0.1) as (server, client):
+        client.send("live", version=3, checksum="c")
+        client.send("credit", count=5)
+        client.send_groups([make(7)])
+        server.hear("submit")
+        server.say("tickets", tickets=[[0] * 6, [1] * 6])
+        assert client.receive(WAIT_S)[0][0]["type"] == "tickets"
+        server.say("refused", code="hello_first", reason="who are you?")
+        server.welcome()
+        heard = [server.hear("live", "credit", "submit") for _ in range(3)]
+        assert {h["type"] for h in heard} == {"live", "credit", "submit"}
+        credit = next(h for h in heard if h["type"] == "credit")
+        assert (credit["count"], credit["received"]) == (3, 0)
+        header, _ = client.receive(WAIT_S)[0]
+        assert (header["type"], header["manifest"]["version"]) == ("version", 4)
+
+
+def test_another_run_at_the_same_address_ends_the_client():
+    with connected(heartbeat_s=0.1) as (server, client):
+        server.say("refused", code="hello_first", reason="who are you?")
+        server.welcome(run_id="another")
+        with pytest.raises(HandshakeError, match="another run"):
+            receive_for_ever(client)
+
+
+def test_a_message_that_the_server_refuses_is_an_error_here():
+    with connected() as (server, client):
+        server.say("refused", code="bad_step", reason="asks for step 9")
+        with pytest.raises(WireError, match="bad_step: asks for step 9"):
+            client.receive(WAIT_S)
+
+
+def test_request_returns_the_answer_and_keeps_the_rest_in_order():
+    with connected() as (server, client):
+        for kind in ("version", "cancel", "snapshot", "version"):
+            server.say(kind, ok=True, tickets=[])
+        header, _ = client.request("snapshot", "snapshot", deadline_s=WAIT_S, path="p")
+        assert header["ok"] is True
+        rest: list[str] = []
+        while len(rest) < 3:
+            rest += [h["type"] for h, _ in client.receive(WAIT_S)]
+        assert rest == ["version", "cancel", "version"]
+
+
+def test_request_gives_up_at_its_deadline_and_on_stop():
+    with connected() as (server, client):
+        with pytest.raises(DeadlineError, match=r"did not answer 'snapshot' within 0\.05 s"):
+            client.request("snapshot", "snapshot", deadline_s=0.05, path="p")
+        server.say("stop", reason="Ctrl-C", error=False)
+        with pytest.raises(Stopped, match="Ctrl-C") as stopped:
+            client.request("next", "shard", step=0)
+        assert stopped.value.error is False
+
+
+def test_the_descriptor_is_readable_exactly_while_something_waits():
+    with connected() as (server, client):
+        assert select.select([client.fileno()], [], [], 0)[0] == []
+        server.say("version", manifest=None)
+        assert select.select([client.fileno()], [], [], WAIT_S)[0]
+        client.receive(0.0)
+        assert select.select([client.fileno()], [], [], 0)[0] == []
+
+
+def test_close_says_goodbye_and_leaves_no_thread_and_no_descriptor():
+    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    with connected() as (server, client):
+        client.send("credit", count=1)
+        client.close()
+        assert server.hear("bye")["type"] == "bye"
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    assert threading.active_count() == threads
+
+
+def test_an_actor_that_was_taken_for_dead_comes_back_and_works_on(tmp_path):
+    settings = config()
+    with running(settings, tmp_path) as server, Cast(server, settings) as cast:
+        cast.learner()
+        actor = cast.actor(credit=4)
+        tickets = actor.tickets(4)
+        cast.join("monitor", "launcher").send("dead", name="a")
+        assert len(actor.until("cancel")[0]["tickets"]) == 4
+        actor.send_groups([answer(tickets[0])])
+        assert actor.until("ack")[0]["results"] == [[0, 0, "late", "actor_lost"]]
+        actor.send("credit", count=4)
+        again = actor.tickets(4)
+        assert [(t.ordinal, t.attempt) for t in again] == [(i, 1) for i in range(4)]
+        finish(actor, again)
+        assert isinstance(again[0], Ticket)

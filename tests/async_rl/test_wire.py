@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import copy
+
+import msgpack
+import numpy as np
+import pytest
+from buffer_helpers import make
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rl.errors import WireError
+from async_rl.wire import Limits, decode_groups, encode_groups, pack_header, unpack_header
+
+
+def roundtrip(groups):
+    frames = encode_groups("submit", groups, seq=3)
+    received = [bytes(f) for f in frames]
+    header = unpack_header(received[0])
+    return header, received[1:]
+
+
+def test_groups_come_back_as_they_were_and_read_only():
+    groups = [make(3, 1, meta={"actor": "a", "seconds": 0.5}), make(4, versions=(1, 2, 2), rewards=(0.5, 1, 0))]
+    header, frames = roundtrip(groups)
+    assert (header["type"], header["seq"]) == ("submit", 3)
+    for one, other in zip(groups, decode_groups(header, frames), strict=True):
+        assert (one.ordinal, one.attempt, one.task_index) == (other.ordinal, other.attempt, other.task_index)
+        assert one.lengths == other.lengths
+        assert one.meta == other.meta
+        np.testing.assert_array_equal(one.rewards, other.rewards)
+        for name, array in one.arrays.items():
+            np.testing.assert_array_equal(array, other.arrays[name])
+            assert array.dtype == other.arrays[name].dtype
+            assert not other.arrays[name].flags.writeable
+
+
+def test_array_bytes_are_not_copied_on_the_way():
+    group = make(0)
+    frames = encode_groups("submit", [group])
+    tokens = np.frombuffer(frames[1], np.int32)
+    assert np.shares_memory(tokens, group.arrays["tokens"])
+    (decoded,) = decode_groups(unpack_header(frames[0]), frames[1:])
+    assert np.shares_memory(decoded.arrays["tokens"], group.arrays["tokens"])
+
+
+def test_control_arrays_with_more_axes_pass_too():
+    group = make(0)
+    arrays = {"observations": np.ones((6, 4, 3), np.float32), "versions": np.zeros((6, 4), np.int32)}
+    object.__setattr__(group, "arrays", arrays)
+    header, frames = roundtrip([group])
+    assert decode_groups(header, frames)[0].arrays["observations"].shape == (6, 4, 3)
+
+
+def break_header(path, value):
+    header, frames = roundtrip([make(0)])
+    header = copy.deepcopy(header)
+    node = header
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    return header, frames
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        (("schema",), 2, "schema_mismatch"),
+        (("groups",), {}, "bad_header"),
+        (("groups", 0), 5, "bad_header"),
+        (("groups", 0, "ordinal"), -1, "bad_header"),
+        (("groups", 0, "attempt"), True, "bad_header"),
+        (("groups", 0, "task_index"), 1 << 62, "bad_header"),
+        (("groups", 0, "meta"), [], "bad_header"),
+        (("groups", 0, "arrays"), 3, "bad_header"),
+        (("groups", 0, "arrays", 0), "tokens", "bad_header"),
+        (("groups", 0, "lengths"), [], "bad_lengths"),
+        (("groups", 0, "lengths"), [3, 0], "bad_lengths"),
+        (("groups", 0, "lengths"), [3, 4], "bad_shape"),
+        (("groups", 0, "lengths"), [6], "missing_array"),
+        (("groups", 0, "arrays", 0, 1), "object", "bad_dtype"),
+        (("groups", 0, "arrays", 0, 1), "float32", "bad_dtype"),
+        (("groups", 0, "arrays", 0, 2), [7], "bad_shape"),
+        (("groups", 0, "arrays", 0, 2), [-6], "bad_shape"),
+        (("groups", 0, "arrays", 0, 2), [6, 1], "bad_dtype"),
+        (("groups", 0, "arrays", 1, 0), "other", "missing_array"),
+        (("groups", 0, "arrays", 3, 0), "other", "missing_array"),
+        (("groups", 0, "arrays", 4, 0), "other", "missing_array"),
+    ],
+)
+def test_each_fault_of_a_message_has_its_own_reason(path, value, reason):
+    header, frames = break_header(path, value)
+    with pytest.raises(WireError) as refused:
+        decode_groups(header, frames)
+    assert refused.value.reason == reason
+
+
+def test_frames_and_arrays_must_match_in_number():
+    header, frames = roundtrip([make(0)])
+    for wrong in (frames[:-1], [*frames, b""]):
+        with pytest.raises(WireError, match="frame_count"):
+            decode_groups(header, wrong)
+
+
+def test_limits_are_kept():
+    header, frames = roundtrip([make(0), make(1)])
+    for limits, reason in [
+        (Limits(groups=1), "too_many_groups"),
+        (Limits(arrays=2), "too_many_arrays"),
+        (Limits(frame_bytes=8), "frame_too_large"),
+        (Limits(trajectories=1), "bad_lengths"),
+    ]:
+        with pytest.raises(WireError, match=reason):
+            decode_groups(header, frames, limits)
+    with pytest.raises(WireError, match="header_too_large"):
+        unpack_header(b"x" * 10, Limits(header_bytes=9))
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (b"", "bad_msgpack"),
+        (b"\xc1", "bad_msgpack"),
+        (pack_header({"type": "x"}) + b"more", "bad_msgpack"),
+        (msgpack.packb({"type": b"\xff\xfe"}, use_bin_type=False), "bad_msgpack"),
+        (msgpack.packb([1, 2]), "bad_header"),
+        (msgpack.packb({"type": 1}), "bad_header"),
+        (msgpack.packb({1: 2, "type": "x"}), "bad_msgpack"),
+        (b"\x91" * 5000, "bad_msgpack"),
+    ],
+)
+def test_a_header_that_is_none_is_refused(frame, reason):
+    with pytest.raises(WireError, match=reason):
+        unpack_header(frame)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.binary(max_size=60), min_size=1, max_size=4))
+def test_any_bytes_are_decoded_or_refused_and_nothing_else_happens(frames):
+    try:
+        decode_groups(unpack_header(frames[0]), frames[1:])
+    except WireError:
+        return
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 1 << 63) | st.floats() | st.text(max_size=4) | st.binary(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(["ordinal", "attempt", "task_index", "lengths", "arrays", "meta"]) | st.integers(0, 4),
+    PLAIN,
+    st.integers(0, 2),
+)
+def test_any_value_in_any_place_of_a_header_is_decoded_or_refused(place, value, part):
+    header, frames = roundtrip([make(0)])
+    header = unpack_header(pack_header(header))
+    entry = header["groups"][0]
+    if isinstance(place, int):
+        entry["arrays"][place][part] = value
+    else:
+        entry[place] = value
+    try:
+        decode_groups(unpack_header(pack_header(header)), frames)
+    except WireError:
+        return
