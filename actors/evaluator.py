@@ -56,8 +56,14 @@ class Evaluator:
         self._prompts = [encode_prompt(tokenizer, p, config.task) for p in self._problems]
         self._start: int | None = None
 
-    def run(self, first: Manifest | None) -> None:
-        """Evaluate until the server stops us."""
+    def run(self, first: Manifest | None, start_version: int | None) -> None:
+        """Evaluate until the server stops us.
+
+        Args:
+            first: newest version to evaluate at the handshake, or None.
+            start_version: first version of the run; None: it is announced later.
+        """
+        self._start = start_version
         if first is not None:
             self._announce(first)
         try:
@@ -111,9 +117,7 @@ class Evaluator:
             commit_s=time.monotonic() - began,
         )
         with self._timer.during("evaluating"):
-            completions = answer(
-                self._engine, self._prompts, self._config.sampling.max_new_tokens, self._messages
-            )
+            completions = answer(self._engine, self._prompts, self._config.sampling.max_new_tokens, self._messages)
             rewards, failures = rewards_of(self._pool, self._problems, completions, self._decode, self._messages)
         count = len(rewards)
         self._client.send(
@@ -160,7 +164,7 @@ def main() -> None:
         manifest = welcome.get("manifest")
         try:
             Evaluator(config, client, engine, receiver, pool, timer).run(
-                Manifest.from_wire(manifest) if manifest else None
+                Manifest.from_wire(manifest) if manifest else None, welcome["start_version"]
             )
         finally:
             receiver.close()

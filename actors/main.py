@@ -43,7 +43,10 @@ def main() -> None:
         tokenizer, stops = load_tokenizer(folder), stop_token_ids(folder)
         data = load_task(config.task, config.seed)
         verifiers = VerifierPool(
-            config.task.verifier or data.verifier, config.task.timeout_s, config.task.verifiers, Path(args.config).parent
+            config.task.verifier or data.verifier,
+            config.task.timeout_s,
+            config.task.verifiers,
+            Path(args.config).parent,
         )
         engine = make_engine(config, folder, args.name)
         receiver = Receiver(config.weights.path, welcome["weights_address"], welcome["run_id"])

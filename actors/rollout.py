@@ -92,7 +92,6 @@ class Rollout:
         self._usable = False
         self._stop: Stop | None = None
         self._offered = 0
-        self._received = 0
         self._verifier_failures = 0
         self._commit_failures = 0
         self._wanted = math.ceil(config.actors.slots / config.sampling.group_size) + 1
@@ -158,7 +157,6 @@ class Rollout:
 
     def _accept(self, tickets: list[Ticket]) -> None:
         self._offered = max(0, self._offered - len(tickets))
-        self._received += len(tickets)
         sampling, requests = self._config.sampling, []
         for ticket in tickets:
             problem = self._problems[ticket.task_index]
@@ -298,7 +296,7 @@ class Rollout:
         if self._verifier_failures == MAX_VERIFIER_FAILURES:
             self._client.send(
                 "fatal",
-                reason=f"the verifier failed {MAX_VERIFIER_FAILURES} times in a row ({outcome}); the last time: {detail}",
+                reason=f"the verifier failed {MAX_VERIFIER_FAILURES} times in a row ({outcome}); the last: {detail}",
             )
 
     def _offer(self) -> None:
@@ -308,7 +306,7 @@ class Rollout:
         count = max(0, self._wanted - len(self._generating))
         if count > self._offered:
             self._offered = count
-            self._client.send("credit", count=count, received=self._received)
+            self._client.send("credit", count=count)
 
     def _idle(self) -> bool:
         working_here = self._engine.fileno() is None and self._engine.num_running > 0

@@ -14,7 +14,7 @@ import math
 import select
 import time
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,7 @@ _START_TIMEOUT_S = 60.0
 class Verdict:
     """What became of one call."""
 
-    key: Hashable
+    key: int
     """As given to ``submit``."""
     rewards: list[float] | None
     """One per completion, NaN where the verifier gave NaN or None; ``None`` unless the outcome is ``ok``."""
@@ -44,7 +44,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class _Call:
-    key: Hashable
+    key: int
     message: bytes
 
 
@@ -89,7 +89,7 @@ class VerifierPool:
         return len(self._queue) + sum(w.call is not None for w in self._workers) + len(self._verdicts)
 
     def submit(
-        self, key: Hashable, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+        self, key: int, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> None:
         """Queue a call ``f(prompts=..., completions=..., **columns)``; every list has one entry per completion."""
         message = pack({"prompts": list(prompts), "completions": list(completions), "columns": dict(columns)})

@@ -174,7 +174,7 @@ class WeightsConfig(Section):
     path: Literal["auto", "shm", "zmq"] = "auto"
     """``auto`` takes shared memory on the learner's host and ZeroMQ elsewhere."""
     commit_deadline_s: float = Field(60.0, gt=0)
-    """An actor that has not committed an announced version in this time is fenced off (gets no tickets) until it has."""
+    """An actor that has not committed an announced version in this time gets no tickets until it has (is fenced)."""
     chunk_bytes: int = Field(4 << 20, ge=1 << 10)
     """Bytes per chunk and checksum."""
 
@@ -242,7 +242,7 @@ class Config(Section):
             )
         if self.sampling.group_size < 2:
             raise ValueError(
-                "sampling.group_size = 1: a group of one has no relative advantage (it is always 0); set it to 4 or more"
+                "sampling.group_size = 1: a group of one has no relative advantage (always 0); set it to 4 or more"
             )
         if self.algorithm.minibatches > self.buffer.groups_per_step:
             raise ValueError(
@@ -290,7 +290,9 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
     else:
         near = difflib.get_close_matches(source, preset_names(), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"no preset {source!r}{hint} (presets: {', '.join(preset_names())}; a file must end in .toml)")
+        raise ConfigError(
+            f"no preset {source!r}{hint} (presets: {', '.join(preset_names())}; a file must end in .toml)"
+        )
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -5,14 +5,14 @@
 A group keeps each named array of all its trajectories *concatenated along the first axis*, with ``lengths`` to split
 them, so that the wire carries one frame per array and nothing is copied on the way. ``Trajectory`` is a view of it.
 
-| name           | dtype   | shape per trajectory | meaning                                                              |
-|----------------|---------|----------------------|----------------------------------------------------------------------|
-| ``tokens``       | int32   | ``[T]``                | prompt, then what was sampled (and tool output)                      |
-| ``loss_mask``    | uint8   | ``[T]``                | 1 where the policy sampled the token, 0 on prompt and tool output     |
-| ``logprobs``     | float32 | ``[T]``                | of the distribution that was sampled, temperature included; 0 off mask |
-| ``versions``     | int32   | ``[T]``                | weight version that sampled the token; -1 off mask                    |
-| ``ref_logprobs`` | float32 | ``[T]``                | optional: of the frozen reference                                     |
-| ``values``       | float32 | ``[T]``                | optional: of the critic                                               |
+| name         | dtype   | shape | meaning                                                                |
+|--------------|---------|-------|------------------------------------------------------------------------|
+| tokens       | int32   | [T]   | prompt, then what was sampled (and tool output)                        |
+| loss_mask    | uint8   | [T]   | 1 where the policy sampled the token, 0 on prompt and tool output      |
+| logprobs     | float32 | [T]   | of the distribution that was sampled, temperature included; 0 off mask |
+| versions     | int32   | [T]   | weight version that sampled the token; -1 off mask                     |
+| ref_logprobs | float32 | [T]   | optional: of the frozen reference                                      |
+| values       | float32 | [T]   | optional: of the critic                                                |
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def make_group(
 def token_trajectory(
     *,
     prompt: Sequence[int],
-    completion: Sequence[int],
+    completion: Sequence[int] | Array,
     logprobs: Sequence[float] | Array,
     versions: Sequence[int] | Array,
     reward: float,

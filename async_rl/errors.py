@@ -1,11 +1,11 @@
 """The exceptions that users of the package may meet, in one tree.
 
-    AsyncRLError
-    ├── ConfigError       a setting is wrong: names the field, the value and the remedy
-    ├── WireError         a message is malformed, too large or of another schema version
-    ├── HandshakeError    the other side speaks another protocol or runs another config
-    ├── WeightsError      bytes of a weight version do not match what was published
-    └── DeadlineError     a wait ran past its deadline: names what was awaited and from whom
+AsyncRLError
+├── ConfigError       a setting is wrong: names the field, the value and the remedy
+├── WireError         a message is malformed, too large or of another schema version
+├── HandshakeError    the other side speaks another protocol or runs another config
+├── WeightsError      bytes of a weight version do not match what was published
+└── DeadlineError     a wait ran past its deadline: names what was awaited and from whom
 """
 
 

@@ -4,35 +4,35 @@ Transport: the server binds a ROUTER (``ROUTER_MANDATORY``), each client connect
 numbers its messages with ``seq`` (from 1), the server counts gaps. Submissions are repeated until acknowledged and the
 ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing counted twice.
 
-| type     | from             | fields | answer |
+| type | from | fields | answer |
 |---|---|---|---|
-| hello    | any              | protocol, schema, contract, role, name, pid, host, rank, world | welcome or refused |
-| credit   | actor            | count: tickets it can take now; received: tickets seen so far | tickets, at once or when admitted |
-| submit   | actor            | groups + frames (:mod:`async_rl.wire`) | ack |
-| fail     | actor            | ordinal, attempt, reason, detail, final | ack |
-| beat     | any              | timer: see :class:`async_rl.timer.StateTimer`, in_flight, cpu_s, rss_bytes, info | beat |
-| live     | actor, evaluator | version, checksum, transfer_s, commit_s | none; tickets then count from it |
-| next     | learner          | step; one that is not trained yet gives the same shard again | shard, when deliverable; or stop |
-| trained  | learner 0        | step (-1: only publishes the start version), manifest, stats | trained (books, after the step) |
-| snapshot | learner 0        | path: folder of the run for ``ledger.json``, ``groups.bin`` | snapshot (ok, detail) |
-| eval     | evaluator        | version, metrics, samples | none; forwarded in shard stats |
-| done     | learner 0        | stopped: true before the last step | stop: actors, after the last eval all |
-| fatal    | any              | reason: ends the run with this sentence | stop goes to all |
-| dead     | launcher         | name: a client whose process has ended; its leases return | none |
-| stop     | launcher         | reason: wind down | stop, in place of the ranks' shards |
-| bye      | any              | none: leaves on purpose, leases return | none |
+| hello | any | protocol, schema, contract, role, name, pid, host, rank, world | welcome or refused |
+| credit | actor | count: tickets it can take now, received: tickets seen so far | tickets, at once or when admitted |
+| submit | actor | groups + frames (:mod:`async_rl.wire`) | ack |
+| fail | actor | ordinal, attempt, reason, detail, final | ack |
+| beat | any | timer: see :class:`async_rl.timer.StateTimer`, in_flight, cpu_s, rss_bytes, info | beat |
+| live | actor, evaluator | version, checksum, transfer_s, commit_s | none; tickets then count from it |
+| next | learner | step; one that is not trained yet gives the same shard again | shard, when deliverable; or stop |
+| trained | learner 0 | step (-1: only publishes the start version), manifest, stats | trained (books, after the step) |
+| snapshot | learner 0 | path: folder of the run for ``ledger.json``, ``groups.bin`` | snapshot (ok, detail) |
+| eval | evaluator | version, metrics, samples | none; forwarded in shard stats |
+| done | learner 0 | stopped: true before the last step | stop: actors, after the last eval all |
+| fatal | any | reason: ends the run with this sentence | stop goes to all |
+| dead | launcher | name: a client whose process has ended; its leases return | none |
+| stop | launcher | reason: wind down | stop, in place of the ranks' shards |
+| bye | any | none: leaves on purpose, leases return | none |
 
-| type    | to               | fields |
+| type | to | fields |
 |---|---|---|
-| welcome | any              | run_id, heartbeat_s, next_step, manifest (or None), weights_address |
-| refused | any              | reason: a sentence; code: hello, hello_first, replaced, or the fault of a message |
-| tickets | actor            | tickets: list of :class:`Ticket` as lists |
-| ack     | actor            | results: [[ordinal, attempt, outcome, reason]], see :class:`async_rl.buffer.records.Answer` |
-| cancel  | actor            | tickets: [[ordinal, attempt]] that moved on: stop generating |
+| welcome | any | run_id, heartbeat_s, next_step, start_version, manifest (or None), weights_address |
+| refused | any | reason: a sentence; code: hello, hello_first, replaced, or the fault of a message |
+| tickets | actor | tickets: list of :class:`Ticket` as lists |
+| ack | actor | results: [[ordinal, attempt, outcome, reason]], see :class:`async_rl.buffer.records.Answer` |
+| cancel | actor | tickets: [[ordinal, attempt]] that moved on: stop generating |
 | version | actor, evaluator | manifest of the newest version |
-| shard   | learner          | step, groups + frames, minibatch, counts, costs: :mod:`async_rl.buffer.sharding`; stats |
-| status  | monitor          | the run at a glance, after each event worth it and at each of its beats |
-| stop    | all              | reason, error (bool) |
+| shard | learner | step, groups + frames, minibatch, counts, costs (:mod:`async_rl.buffer.sharding`), stats |
+| status | monitor | the run at a glance, after each event worth it and at each of its beats |
+| stop | all | reason, error (bool) |
 
 Winding down: a rank gets ``stop`` as the answer to ``next`` of the first step that no rank has, so that all end after
 the same step; rank 0 then sends ``snapshot`` and ``done`` with ``stopped``. An error stops all at once.

@@ -1,6 +1,6 @@
 """One state timer per process: at each moment a process is in exactly one state, so fractions sum to 1.
 
-    timer.enter("generating") ... timer.enter("waiting_ticket") ...      timer.drain() ─► heartbeat ─► timeline.jsonl
+timer.enter("generating") ... timer.enter("waiting_ticket") ...      timer.drain() ─► heartbeat ─► timeline.jsonl
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class StateTimer:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time, state: State = "starting"
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        state: State = "starting",
     ) -> None:
         self._lock = threading.Lock()
         self._clock = clock

@@ -74,7 +74,7 @@ def encode_groups(message_type: str, groups: Sequence[Group], **fields: Any) -> 
         for name, array in arrays.items():
             contiguous = np.ascontiguousarray(array)
             entry.append([name, str(contiguous.dtype), list(contiguous.shape)])
-            frames.append(memoryview(contiguous).cast("B") if contiguous.size else b"")
+            frames.append(contiguous.data.cast("B") if contiguous.size else b"")
         described.append(
             {
                 "ordinal": group.ordinal,

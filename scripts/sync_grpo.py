@@ -1,4 +1,4 @@
-"""GRPO on a language model, synchronously, in one process: the whole thing without sockets, buffer or versions in flight.
+"""GRPO on a language model, synchronously, in one process: the whole thing without sockets and buffer.
 
     problems ─► engine samples with the present weights ─► verifier ─► gradient, AdamW ─► engine gets the new weights
         ▲                                                                                          │
@@ -17,6 +17,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -131,7 +132,7 @@ class SyncRun:
         stats, count = StepStats(), self.config.algorithm.minibatches
         bounds = [i * len(groups) // count for i in range(count + 1)]
         for _ in range(self.config.algorithm.epochs):
-            for first, last in zip(bounds, bounds[1:], strict=False):
+            for first, last in pairwise(bounds):
                 part = groups[first:last]
                 batch = MiniBatch(
                     groups=part,

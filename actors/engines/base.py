@@ -1,8 +1,8 @@
 """What every engine offers to the rollout loop: submit, step, and swap weights between two steps.
 
-    submit(requests) ─► step() ─► completions          (tokens in, tokens out; log-probabilities and versions per token)
-                          ▲
-    load_weights(v) ──────┘ between two steps: running requests go on, later tokens carry version v
+submit(requests) ─► step() ─► completions          (tokens in, tokens out; log-probabilities and versions per token)
+                      ▲
+load_weights(v) ──────┘ between two steps: running requests go on, later tokens carry version v
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ class Engine(Protocol):
         """Samples that are decoded or wait for a slot."""
 
     def fileno(self) -> int | None:
-        """A descriptor that is readable while ``step(0)`` would return something, for engines that work in threads or
-        processes of their own (``vllm``, ``mock``); None when :meth:`step` itself does the work (``torch``)."""
+        """A descriptor that is readable while ``step(0)`` would return something; None when it works in the caller.
+
+        ``vllm`` and ``mock`` work in threads or processes of their own, ``torch`` in :meth:`step` itself.
+        """
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; they join the running batch as slots get free.
@@ -77,7 +79,7 @@ class Engine(Protocol):
         """Do (or wait at most ``timeout_s`` for) one unit of work; return what finished, possibly nothing."""
 
     def load_weights(self, manifest: Manifest, data: memoryview) -> str:
-        """Swap in a version between two steps, running requests kept; returns the checksum of what the engine now holds.
+        """Swap in a version between two steps, running requests kept; returns the checksum of what the engine holds.
 
         Args:
             manifest: names, shapes and offsets of the tensors in ``data``, its version and checksum.

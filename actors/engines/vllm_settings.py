@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,9 @@ ENVIRONMENT: Mapping[str, str] = {
 CPU_ENVIRONMENT: Mapping[str, str] = {"TORCHDYNAMO_DISABLE": "1"}  # no C++ compiler at run time
 DEFAULTS: Mapping[str, str] = {"VLLM_LOGGING_LEVEL": "ERROR"}
 CPU_DEFAULTS: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
+
+_LONGEST_BASE = 107 - len("/async_rl-vllm-12345678/") - 36
+"""vLLM names its sockets by a UUID of 36 characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,13 @@ def _kv_cache_bytes(config: Any, settings: Settings) -> int:
     spare = int(block * token * model.dtype.itemsize)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(sequence + spare, min(settings.max_num_seqs * sequence + spare, free // 4))
+
+
+def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Make a folder for vLLM's sockets (paths of at most 107 characters); in ``/tmp`` if others are too deep."""
+    base = tempfile.gettempdir()
+    parent = base if len(base) <= _LONGEST_BASE else "/tmp"
+    return tempfile.TemporaryDirectory(prefix="async_rl-vllm-", dir=parent, ignore_cleanup_errors=True)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import multiprocessing
 import signal
-import tempfile
 import threading
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
@@ -21,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from actors.engines.inbox import Inbox
-from actors.engines.vllm_settings import Settings, environment, vllm_config
+from actors.engines.vllm_settings import Settings, environment, temporary_folder, vllm_config
 from async_rl.errors import AsyncRLError, DeadlineError, WeightsError
 
 T = TypeVar("T")
@@ -55,7 +54,7 @@ class VLLMThread:
         self._children: list[BaseProcess] = []
         self._dead = asyncio.Event()
         self._stopping = False
-        self._folder = tempfile.TemporaryDirectory(prefix="async_rl-vllm-", ignore_cleanup_errors=True)
+        self._folder = temporary_folder()
         self.vocab_size = 0
         self._thread = threading.Thread(target=self._run, name="vllm-loop", daemon=True)
         self._thread.start()

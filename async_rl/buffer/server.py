@@ -61,7 +61,7 @@ class Server:
     """
 
     def __init__(self, config: Config, out: Path, num_tasks: int, weights: Weights, resume: Path | None = None) -> None:
-        check_bind(config.buffer.bind, config.buffer.insecure)  # also when it is not this module's main that starts it
+        check_bind(config.buffer.bind, config.buffer.insecure)
         self._config = config
         self._files = RunFiles(out)
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

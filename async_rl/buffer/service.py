@@ -84,7 +84,7 @@ class Service:
         self.roster = Roster()
         self.post = Post()
         self.refused: Counter[str] = Counter()
-        self.versions = Versions(config.weights.commit_deadline_s)
+        self.versions = Versions(config)
         self.account = Account(ledger, self.roster, self.versions, self.refused, run_id)
         self._files = files
         self._weights = weights
@@ -271,7 +271,8 @@ class Service:
             run_id=self._run_id,
             heartbeat_s=self.config.buffer.heartbeat_s,
             next_step=self.ledger.version,
-            manifest=self.versions.wire,
+            start_version=self.versions.start,
+            manifest=self.versions.evaluated_wire if session.role == "evaluator" else self.versions.wire,
             weights_address=self._weights.address,
         )
 

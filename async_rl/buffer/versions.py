@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from async_rl.config import Config
+from async_rl.evaluation import is_evaluated
 from async_rl.weights.manifest import Manifest
 
 _KEPT = 4096
@@ -36,15 +38,21 @@ class Versions:
     """Announced versions.
 
     Args:
-        deadline_s: time in which an actor must have committed an announced version (or a newer one).
+        config: the deadline in which an actor must have committed an announced version (or a newer one), and which
+            versions are evaluated.
     """
 
-    def __init__(self, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._deadline_s = config.weights.commit_deadline_s
         self._announced: dict[int, tuple[float, str]] = {}
         self.newest: Manifest | None = None
         self.wire: dict[str, Any] | None = None
         """The newest manifest as plain types."""
+        self.evaluated_wire: dict[str, Any] | None = None
+        """The newest one that is to be evaluated: what an evaluator that joins late begins with."""
+        self.start: int | None = None
+        """The first version of the run, or of its resumption."""
         self.count = 0
         self.mismatches = 0
         """Times that a client claimed a version whose bytes it does not hold."""
@@ -53,6 +61,9 @@ class Versions:
     def announce(self, manifest: Manifest, now: float, publish_s: float | None) -> None:
         """A new version is published."""
         self.newest, self.wire = manifest, manifest.to_wire()
+        self.start = manifest.version if self.start is None else self.start
+        if is_evaluated(self._config, manifest.version, self.start):
+            self.evaluated_wire = self.wire
         self._announced[manifest.version] = (now, manifest.checksum)
         if len(self._announced) > _KEPT:
             del self._announced[next(iter(self._announced))]

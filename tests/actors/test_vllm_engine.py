@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -332,7 +333,14 @@ def test_two_starts_of_an_engine_do_not_sample_alike():
     assert 0 <= fresh_seed(0, "actor-0") < 2**31
 
 
-def test_no_process_is_left_when_ours_is_killed(tmp_path: Path):
+@pytest.fixture
+def short() -> Iterator[str]:
+    """A temporary folder with a path short enough for sockets, for what a killed process leaves."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield folder
+
+
+def test_no_process_is_left_when_ours_is_killed(tmp_path: Path, short: str):
     tiny(0, tied=True).save_pretrained(tmp_path)
     script = tmp_path / "start.py"
     script.write_text(
@@ -349,7 +357,7 @@ def test_no_process_is_left_when_ours_is_killed(tmp_path: Path):
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": short},
     )
     try:
         line = next((text for text in process.stdout or [] if text.startswith("PIDS")), "")

@@ -136,7 +136,7 @@ def test_no_field_of_any_type_can_end_the_server(server, settings, kind):
             raw.send(pack_header({"type": kind, **{n: noise.choice(values) for n in names if noise.random() < 0.8}}))
         assert raw.ask(pack_header({"type": "sing"}))
         eventually(lambda: server.service.refused["unknown_type"] == 1)
-    assert server.thread.is_alive()
+        assert server.thread.is_alive()
 
 
 def test_a_group_that_cannot_be_decoded_is_refused_and_its_ticket_returns(server, settings, cast):

@@ -1,0 +1,193 @@
+"""Processes that die and join, a learner that is killed and resumed, and input that is the user's mistake."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.system.conftest import (
+    assert_sound,
+    command,
+    environment,
+    overrides,
+    processes_of,
+    rows,
+    run,
+    summary_of,
+)
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
+
+
+def start(*arguments: str, log: Path) -> subprocess.Popen:
+    return subprocess.Popen(command(*arguments), stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment())
+
+
+def wait_until(condition, what: str, timeout_s: float = 90.0):
+    """Poll files that other processes write; there is no event to wait for."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
+        time.sleep(0.05)
+    return found
+
+
+def steps_of(out: Path) -> int:
+    file = out / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.is_file() else 0
+
+
+def server_of(out: Path) -> dict | None:
+    file = out / "server.json"
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def child_pids(pattern: str, out: Path) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if pattern in line and str(out) in line and "torch.distributed" not in line:
+                found.append(int(entry.name))
+    return found
+
+
+def test_hosts_started_by_hand_lose_one_actor_and_gain_another(tmp_path, small):
+    out = tmp_path / "run"
+    small |= {"steps": 30, "buffer.heartbeat_s": 0.5, "actors.mock_latency_s": 0.05, "actors.engine": "mock"}
+    settings = overrides(small)
+    config = tmp_path / "config.toml"
+    learner = start("learner", "arithmetic", *settings, "--out", str(out), log=tmp_path / "learner.log")
+    actors = {}
+    try:
+        address = wait_until(lambda: server_of(out), "the server's start")["address"]
+        config.write_text((out / "config.toml").read_text())
+
+        def actor(name: str) -> None:
+            arguments = ("actor", str(config), "--connect", address, "--name", name)
+            actors[name] = start(*arguments, log=tmp_path / f"{name}.log")
+
+        actor("first")
+        actor("second")
+        wait_until(lambda: steps_of(out) >= 2, "two steps")
+        actors["first"].send_signal(signal.SIGKILL)
+        wait_until(lambda: steps_of(out) >= 6, "four more steps with one actor")
+        actor("late")
+        assert learner.wait(120) == 0, (tmp_path / "learner.log").read_text()
+        assert [actors[n].wait(20) for n in ("second", "late")] == [0, 0]
+    finally:
+        for process in (learner, *actors.values()):
+            process.kill()
+            process.wait(10)
+    assert_sound(out, bound=2, steps=30)
+    joined = (out / "logs" / "server.log").read_text()
+    assert "first is gone" in joined
+    assert "late (actor) joined" in joined
+
+
+def test_after_sigkill_of_the_learner_the_run_resumes_and_trains_each_task_once(tmp_path, small):
+    out = tmp_path / "run"
+    small |= {"steps": 40, "checkpoint.every": 5, "buffer.heartbeat_s": 0.5, "eval.every": 0}
+    launcher = start("run", "arithmetic", *overrides(small), "--out", str(out), log=tmp_path / "run.log")
+    try:
+        wait_until(lambda: steps_of(out) >= 12, "twelve steps")
+        (rank,) = child_pids("learner.main", out)
+        os.kill(rank, signal.SIGKILL)
+        assert launcher.wait(60) == 1
+    finally:
+        launcher.kill()
+        launcher.wait(10)
+    said = (tmp_path / "run.log").read_text()
+    assert "Traceback" not in said
+    assert "learner" in said
+    assert summary_of(out)["status"] == "failed"
+    assert not processes_of(out)
+    done = run("run", "--resume", str(out), timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_sound(out, bound=2, steps=40)
+    ordinals = sorted(o for b in rows(out / "batches.jsonl") for o in b["ordinals"])
+    assert ordinals == list(range(40 * 8))  # nothing skipped, nothing repeated
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"learner.lrr": 1}, "did you mean 'learner.lr'"),
+        ({"model.path": "/no/such/model"}, "/no/such/model"),
+        ({"task.data": "/no/such/file.jsonl"}, "/no/such/file.jsonl"),
+        ({"sampling.group_size": 1}, "group_size = 1"),
+        ({"sampling.top_p": 0.9}, "top_p"),
+        ({"task.verifier": "no_such_module:f"}, "no_such_module"),
+        ({"task.verifier": "user_verifiers:missing"}, "missing"),
+        ({"buffer.bind": "tcp://0.0.0.0:*"}, "insecure"),
+        ({"actors.engine": "tpu"}, "actors.engine"),
+    ],
+)
+def test_a_users_mistake_is_one_sentence(tmp_path, small, change, says):
+    done = run("run", "arithmetic", *overrides(small | change), "--out", str(tmp_path / "run"), timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not processes_of(tmp_path / "run")
+
+
+def test_empty_data_is_a_sentence(tmp_path, small):
+    data = tmp_path / "empty.jsonl"
+    data.write_text("")
+    done = run("run", "arithmetic", *overrides(small | {"task.data": str(data)}), "--out", str(tmp_path / "run"))
+    assert done.returncode == 2
+    assert str(data) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_taken_port_is_a_sentence(tmp_path, small):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        bind = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        done = run("run", "arithmetic", *overrides(small | {"buffer.bind": bind}), "--out", str(tmp_path / "run"))
+    assert done.returncode in (1, 2)
+    assert "Address already in use; choose another port" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not processes_of(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("verifier", "says"),
+    [("raises", "no such column"), ("hangs", "timeout"), ("nan", "bad_reward"), ("dies", "died")],
+)
+def test_a_broken_verifier_ends_the_run_with_its_reason(tmp_path, small, verifier, says):
+    out = tmp_path / "run"
+    small |= {
+        "task.verifier": f"user_verifiers:{verifier}",
+        "task.timeout_s": 0.3,
+        "task.verifiers": 2,
+        "eval.problems": 4,
+    }
+    done = run("run", "arithmetic", *overrides(small), "--out", str(out))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "verifier failed 16 times in a row" in done.stderr
+    assert says in done.stderr
+    assert 'Traceback (most recent call last):\n  File "/' not in done.stdout
+    summary = summary_of(out)
+    assert summary["status"] == "failed"
+    ledger = summary["ledger"]
+    assert ledger["issued"] == sum(v for k, v in ledger.items() if k != "issued")
+    assert ledger["filtered"] >= 16
+    assert not processes_of(out)
+
+
+def test_own_model_and_data_are_trained_with_an_own_verifier(tmp_path, small):
+    out, data = tmp_path / "run", tmp_path / "problems.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n}=", "answer": str(n)}) + "\n" for n in range(200)))
+    done = run("run", "arithmetic", *overrides(small | {"task.data": str(data)}), "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_sound(out, bound=2, steps=4)

@@ -1,0 +1,41 @@
+"""Whole runs with real vLLM engines."""
+
+import importlib.util
+
+import pytest
+
+from tests.system.conftest import assert_sound, overrides, rows, run, trained_rows
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+]
+
+
+def test_arithmetic_trains_through_vllm_with_weights_swapped_in_flight(tmp_path, small):
+    out = tmp_path / "run"
+    done = run("run", "arithmetic", *overrides(small | {"actors.engine": "vllm"}), "--out", str(out), timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = assert_sound(out, bound=2, steps=4)
+    assert summary["weights"]["mismatches"] == 0
+    first = trained_rows(out)[0]
+    assert first["age/max"] == 0
+    assert first["logp_diff/age0"] < 1e-4
+
+
+def test_smollm2_trains_for_two_steps(tmp_path):
+    out = tmp_path / "run"
+    settings = {
+        "steps": 2,
+        "buffer.groups_per_step": 2,
+        "sampling.group_size": 4,
+        "eval.problems": 4,
+        "log.wandb": False,
+    }
+    done = run("run", "smollm2", *overrides(settings), "--out", str(out), timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_sound(out, bound=2, steps=2)
+    assert all(r["logp_diff/age0"] < 1e-3 for r in trained_rows(out))
+    assert rows(out / "evals.jsonl")[-1]["version"] == 2
