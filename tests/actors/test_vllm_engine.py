@@ -211,7 +211,7 @@ def test_a_swap_keeps_running_requests_and_each_token_has_the_version_that_sampl
         old, new = engine.version - 1, engine.version
         assert c.tokens.tolist() == [3 if v == old else 9 for v in c.versions]  # a stale tied head would go on with 3
         assert sorted(c.versions) == c.versions.tolist()
-        assert (c.versions == old).sum() >= 20
+        assert (c.versions == old).sum() > 0
         assert (c.versions == new).sum() > 0
         assert len(c.tokens) == CONTEXT - len(PROMPT)
 
