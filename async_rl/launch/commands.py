@@ -38,6 +38,7 @@ class Commands:
     def learner(self, address: str) -> list[str]:
         """The learner group under torchrun."""
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
+        launch += ["--log-dir", str(self.out / "logs" / "torchrun")]  # else a folder stays behind in the temporary one
         main = ["-m", "learner.main", str(self.config), "--out", str(self.out), "--connect", address]
         return [*launch, *main, *self._resume()]
 

@@ -358,7 +358,8 @@ def test_commands_name_module_config_and_place():
     resume = ["--resume", "r/checkpoints/step_5"]
     assert commands.server() == [python, "-m", "async_rl.buffer.server", "r/config.toml", "--out", "r", *resume]
     assert commands.learner("tcp://h:1") == [
-        *[python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "learner.main"],
+        *[python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+        *["--log-dir", "r/logs/torchrun", "-m", "learner.main"],
         *["r/config.toml", "--out", "r", "--connect", "tcp://h:1", *resume],
     ]
     assert commands.actor("tcp://h:1", "actor0")[1:] == [
