@@ -1,10 +1,9 @@
-"""From groups to micro-batches: every distinct prefix is forwarded once, its log-probability read by all its copies.
+"""From groups to micro-batches: what sequences have in common is forwarded once, its result read by all of them.
 
-    trajectories [S]  ──inputs without the last token; equal ones and prefixes of others merged──►  rows
+    trajectories [S]  ──inputs (all but the last token) merged, see learner.layout──►  rows
     rows, longest first, cut by token budget  ──►  micro-batches [R, L] + trained tokens [M] that read N positions
 
-Merging is exact: a causal model computes the same hidden state for equal prefixes, and the gradient of a position is
-the sum over the copies that read it. With short answers most completions of a group are equal, so this saves most work.
+With short answers most completions of a group are equal, and all share its prompt, so this saves most of the work.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ import torch
 from async_rl.data import Group
 from async_rl.errors import AsyncRLError
 from learner.algorithms.advantages import group_advantages
-
-Ints = npt.NDArray[np.int64]
+from learner.layout import Ints, Layout, ancestors, choose_layout, cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +29,10 @@ class MicroBatch:
 
     inputs_RL: torch.Tensor
     """int64 ``[R, L]``, right-padded with 0."""
+    positions_RL: torch.Tensor | None = None
+    """int64 ``[R, L]``: position of each token in its sequence; None: its column."""
+    visible_RLL: torch.Tensor | None = None
+    """bool ``[R, L, L]``: which columns (last axis) each column sees; None: itself and those before it."""
     source_N: torch.Tensor
     """int64 ``[N]``: flattened position whose output predicts the target."""
     targets_N: torch.Tensor
@@ -49,7 +51,7 @@ class MicroBatch:
 
 def count_micro_batches(lengths: Sequence[int] | Ints, budget: int) -> int:
     """Micro-batches that sequences of ``lengths`` ``[S]`` need when none are merged, as every rank can work out."""
-    return len(_cut(-np.sort(-np.asarray(lengths, np.int64)), budget)) - 1
+    return len(cut(-np.sort(-np.asarray(lengths, np.int64)), budget)) - 1
 
 
 def build_micro_batches(
@@ -60,6 +62,7 @@ def build_micro_batches(
     count: int,
     normalize_std: bool,
     device: torch.device,
+    trees: bool = False,
 ) -> list[MicroBatch]:
     """Merge, sort and pad one mini-batch of this rank.
 
@@ -71,6 +74,7 @@ def build_micro_batches(
             never needs more; what is missing is filled up with empty ones.
         normalize_std: see :func:`group_advantages`.
         device: where the tensors go.
+        trees: whether the model can forward trees, see :func:`learner.logprobs.can_forward_trees`.
 
     Returns:
         ``count`` micro-batches.
@@ -81,9 +85,8 @@ def build_micro_batches(
     if not groups:
         return [_empty(device)] * count
     flat = _concatenate(groups, version, normalize_std)
-    rows = _merge(flat)
-    bounds = _cut(rows.lengths, budget)
-    micro_batches = [_pad(flat, rows, first, last, device) for first, last in pairwise(bounds)]
+    layout, bounds = choose_layout(flat.tokens, flat.starts, flat.lengths, flat.group, budget, trees)
+    micro_batches = [_pad(flat, layout, first, last, device) for first, last in pairwise(bounds)]
     return micro_batches + [_empty(device)] * (count - len(micro_batches))
 
 
@@ -99,22 +102,12 @@ class _Flat:
     """``[S]``"""
     starts: Ints
     """``[S]``: first token of each sequence."""
+    group: Ints
+    """``[S]``: group of each sequence."""
     sampled: Ints
     """``[S]``: sampled tokens."""
     advantages: npt.NDArray[np.float32]
     """``[S]``"""
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Distinct, maximal inputs, longest first."""
-
-    sequence: Ints
-    """``[R]``: a sequence whose input is the row."""
-    lengths: Ints
-    """``[R]``: tokens of the row."""
-    of_sequence: Ints
-    """``[S]``: the row that holds the input of each sequence."""
 
 
 def _concatenate(groups: Sequence[Group], version: int, normalize_std: bool) -> _Flat:
@@ -128,7 +121,7 @@ def _concatenate(groups: Sequence[Group], version: int, normalize_std: bool) -> 
         bad = [g.ordinal for g in groups if any(t.loss_mask[0] for t in g.trajectories)]
         raise AsyncRLError(f"groups {bad[:5]}: the first token is marked as sampled, but no token came before it")
     rewards_S = torch.from_numpy(np.concatenate([g.rewards for g in groups]))
-    group_S = torch.from_numpy(np.repeat(np.arange(len(groups)), [len(g) for g in groups]))
+    group_S = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
     return _Flat(
         tokens=joined("tokens", np.int64),
         mask=mask,
@@ -136,56 +129,26 @@ def _concatenate(groups: Sequence[Group], version: int, normalize_std: bool) -> 
         ages=version - joined("versions", np.int64),
         lengths=lengths,
         starts=starts,
+        group=group_S,
         sampled=np.add.reduceat(mask, starts),
-        advantages=group_advantages(rewards_S, group_S, normalize_std).numpy(),
+        advantages=group_advantages(rewards_S, torch.from_numpy(group_S), normalize_std).numpy(),
     )
 
 
-def _merge(flat: _Flat) -> _Rows:
-    """Find the distinct inputs (tokens without the last) that are no prefix of another input.
-
-    Sorted as byte strings (big-endian, so that order is token order), a prefix stands right before what extends it.
-    """
-    raw = flat.tokens.astype(">i4")
-    inputs = [raw[s : s + n - 1].tobytes() for s, n in zip(flat.starts, flat.lengths, strict=True)]
-    order = sorted(range(len(inputs)), key=inputs.__getitem__)
-    owner = np.empty(len(inputs), np.int64)
-    keeper = order[-1]
-    for index in reversed(order):
-        if not inputs[keeper].startswith(inputs[index]):
-            keeper = index
-        owner[index] = keeper
-    kept = np.unique(owner)
-    kept = kept[np.argsort(-flat.lengths[kept], kind="stable")]
-    position = np.empty(len(inputs), np.int64)
-    position[kept] = np.arange(len(kept))
-    return _Rows(sequence=kept, lengths=flat.lengths[kept] - 1, of_sequence=position[owner])
-
-
-def _cut(lengths: Ints, budget: int) -> list[int]:
-    """Bounds of consecutive runs of rows (longest first) whose padded size stays within ``budget`` tokens."""
-    bounds = [0]
-    while bounds[-1] < len(lengths):
-        first = bounds[-1]
-        bounds.append(min(len(lengths), first + max(1, budget // max(1, int(lengths[first])))))
-    return bounds
-
-
-def _pad(flat: _Flat, rows: _Rows, first: int, last: int, device: torch.device) -> MicroBatch:
+def _pad(flat: _Flat, layout: Layout, first: int, last: int, device: torch.device) -> MicroBatch:
     """Build the micro-batch of rows ``first`` to ``last`` (exclusive)."""
-    lengths_R = rows.lengths[first:last]
-    width = max(1, int(lengths_R[0]))
-    inputs_RL = np.zeros((last - first, width), np.int64)
-    filled_RL = np.arange(width) < lengths_R[:, None]
-    starts_R = flat.starts[rows.sequence[first:last]]
-    inputs_RL[filled_RL] = flat.tokens[(starts_R[:, None] + np.arange(width))[filled_RL]]
-
-    mine_S = np.flatnonzero((rows.of_sequence >= first) & (rows.of_sequence < last))
+    shape = (last - first, max(1, int(layout.lengths_R[first])))
+    mine_S = np.flatnonzero((layout.row_S >= first) & (layout.row_S < last))
     token_T = _ranges(flat.starts[mine_S], flat.lengths[mine_S])
     sequence_T = np.repeat(mine_S, flat.lengths[mine_S])
-    trained = flat.mask[token_T] == 1
+    cell_T = (layout.row_S[sequence_T] - first) * shape[1] + layout.column_T[token_T]
+    forwarded = layout.column_T[token_T] >= 0
+    inputs_RL = np.zeros(shape, np.int64)
+    inputs_RL.flat[cell_T[forwarded]] = flat.tokens[token_T[forwarded]]
+
+    trained = np.flatnonzero(flat.mask[token_T] == 1)
     token_M, sequence_M = token_T[trained], sequence_T[trained]
-    source_M = (rows.of_sequence[sequence_M] - first) * width + token_M - flat.starts[sequence_M] - 1
+    source_M = cell_T[trained - 1]  # a token is predicted where the one before it was read
     base = int(flat.tokens.max()) + 1
     distinct_N, reads_M = np.unique(source_M * base + flat.tokens[token_M], return_inverse=True)
     arrays = {
@@ -198,6 +161,13 @@ def _pad(flat: _Flat, rows: _Rows, first: int, last: int, device: torch.device) 
         "sequence_lengths_M": flat.sampled[sequence_M].astype(np.float32),
         "ages_M": flat.ages[token_M],
     }
+    if layout.trees:
+        depth_T = token_T - flat.starts[sequence_T]
+        positions_RL, parents_RL = np.zeros(shape, np.int64), np.full(shape, -1)
+        positions_RL.flat[cell_T[forwarded]] = depth_T[forwarded]
+        below = np.flatnonzero(forwarded & (depth_T > 0))
+        parents_RL.flat[cell_T[below]] = layout.column_T[token_T[below] - 1]
+        arrays |= {"positions_RL": positions_RL, "visible_RLL": ancestors(parents_RL)}
     return MicroBatch(**{name: torch.from_numpy(array).to(device) for name, array in arrays.items()})
 
 

@@ -20,8 +20,45 @@ from async_rl.models import last_hidden
 MAX_LOGITS = 1 << 24
 
 
+def can_forward_trees(model: Any) -> bool:
+    """Whether the model's attention takes any mask, so that several continuations can stand beside each other in a row.
+
+    Asked of its configuration, then tried: two continuations of a prefix in one row must come out as in two rows.
+    """
+    config = model.config
+    full = all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    if config._attn_implementation != "sdpa" or not full or window:
+        return False
+    device = next(model.parameters()).device
+    ids = torch.arange(4, device=device) % int(config.vocab_size)
+    positions = torch.tensor([[0, 1, 2, 2]], device=device)
+    visible = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]], device=device).bool()
+    with torch.no_grad():
+        tree = _hidden(model, ids[None], positions, visible[None])[0, 2:]
+        rows = _hidden(model, ids[torch.tensor([[0, 1, 2], [0, 1, 3]], device=device)], None, None)[:, 2]
+    noise = 1e-4 if tree.dtype == torch.float32 else 5e-2
+    return bool((tree - rows).abs().max() <= noise * rows.abs().max())
+
+
+def _hidden(
+    model: Any, inputs_RL: torch.Tensor, positions_RL: torch.Tensor | None, visible_RLL: torch.Tensor | None
+) -> torch.Tensor:
+    """Last hidden states ``[R, L, H]``; without a mask each column sees itself and those before it."""
+    if visible_RLL is None:
+        return last_hidden(model, inputs_RL, use_cache=False)
+    mask = visible_RLL[:, None]
+    return last_hidden(model, inputs_RL, attention_mask=mask, position_ids=positions_RL, use_cache=False)
+
+
 def predicted_logprobs(
-    model: Any, inputs_RL: torch.Tensor, source_N: torch.Tensor, targets_N: torch.Tensor, temperature: float
+    model: Any,
+    inputs_RL: torch.Tensor,
+    source_N: torch.Tensor,
+    targets_N: torch.Tensor,
+    temperature: float,
+    positions_RL: torch.Tensor | None = None,
+    visible_RLL: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies at some positions of right-padded rows.
 
@@ -33,11 +70,13 @@ def predicted_logprobs(
         source_N: int64 ``[N]``, positions (flattened over ``R·L``) whose output predicts the targets.
         targets_N: int64 ``[N]``, the predicted tokens.
         temperature: of the distribution that was sampled.
+        positions_RL: int64 ``[R, L]``, for rows of trees (:mod:`learner.layout`).
+        visible_RLL: bool ``[R, L, L]``, for rows of trees.
 
     Returns:
         float32 ``[N]`` log-probabilities with gradient, float32 ``[N]`` entropies without.
     """
-    hidden_RLH = last_hidden(model, inputs_RL, use_cache=False)
+    hidden_RLH = _hidden(model, inputs_RL, positions_RL, visible_RLL)
     head = model.get_output_embeddings()
     hidden_NH = hidden_RLH.flatten(0, 1).index_select(0, source_N)
     return token_logprobs(hidden_NH, head.weight, head.bias, targets_N, temperature)

@@ -26,6 +26,12 @@ class Reference:
         """Log-probabilities of the trained tokens, float32 ``[M]``."""
         with torch.no_grad():
             logprobs_N, _ = predicted_logprobs(
-                self._model, batch.inputs_RL, batch.source_N, batch.targets_N, self._temperature
+                self._model,
+                batch.inputs_RL,
+                batch.source_N,
+                batch.targets_N,
+                self._temperature,
+                batch.positions_RL,
+                batch.visible_RLL,
             )
         return logprobs_N[batch.reads_M]

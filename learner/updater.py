@@ -23,7 +23,7 @@ from learner.algorithms.schedules import kl_adaptive_lr, warmup
 from learner.batching import MicroBatch, build_micro_batches, count_micro_batches
 from learner.flat import FlatParameters
 from learner.group import LearnerGroup
-from learner.logprobs import predicted_logprobs
+from learner.logprobs import can_forward_trees, predicted_logprobs
 from learner.optimizer import FlatAdamW, clip_flat
 from learner.reference import Reference
 from learner.scalars import Scalars, Totals
@@ -88,6 +88,7 @@ class Updater:
         """Learning rate before warm-up; the adaptive schedule changes it."""
         self.skipped_in_row = 0
         self._scalars = Scalars(self.flat.tail, sizes)
+        self._trees = can_forward_trees(model)
 
     def gradient(self, batch: MiniBatch, version: int) -> Totals:
         """Fill ``flat.grad`` with the gradient of the global mini-batch at the present parameters.
@@ -108,6 +109,7 @@ class Updater:
             count=max(count_micro_batches(lengths, budget) for lengths in batch.lengths_per_rank),
             normalize_std=self._config.algorithm.normalize_std,
             device=self._group.device,
+            trees=self._trees,
         )
         self.flat.zero_grad()
         self._scalars.add(_reward_sums(batch.groups))
@@ -157,6 +159,8 @@ class Updater:
             micro_batch.source_N,
             micro_batch.targets_N,
             self._config.sampling.temperature,
+            micro_batch.positions_RL,
+            micro_batch.visible_RLL,
         )
         reads_M = micro_batch.reads_M
         loss, sums = grpo_loss(

@@ -84,7 +84,7 @@ def test_the_kl_term_pulls_towards_the_reference(make_model, make_groups, make_m
     updater = make_updater(algorithm={"kl_coef": 0.3})
     updater._reference = Reference(make_model(seed=1), temperature=1.0)
     totals = updater.gradient(make_mini_batch(groups), version=3)
-    assert (flat_gradient(updater) - expected).abs().max() < 1e-6
+    assert (flat_gradient(updater) - expected).abs().max() < 1e-5
     assert float(totals["loss_policy"] + totals["loss_kl"]) == pytest.approx(loss, abs=1e-6)
     assert float(totals["loss_kl"]) > 1e-3
 

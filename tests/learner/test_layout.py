@@ -1,0 +1,113 @@
+"""Trees of prefixes: an example drawn by hand, and gradients that equal those of plain rows."""
+
+import numpy as np
+import pytest
+import torch
+
+from learner.batching import build_micro_batches
+from learner.layout import ancestors, choose_layout, lay_rows, lay_trees
+from learner.logprobs import can_forward_trees
+
+
+def flat(*groups):
+    """Concatenate groups of token lists: tokens, starts, lengths, group of each sequence."""
+    sequences = [(np.asarray(s), g) for g, group in enumerate(groups) for s in group]
+    lengths = np.asarray([len(s) for s, _ in sequences])
+    return (
+        np.concatenate([s for s, _ in sequences]),
+        np.cumsum(lengths) - lengths,
+        lengths,
+        np.asarray([g for _, g in sequences]),
+    )
+
+
+def test_a_tree_has_one_node_per_distinct_prefix():
+    # prompt 5 6, then 7 1 (twice) and 8; the last token of a sequence is only predicted, so the inputs are
+    # 5 6 7, 5 6 7 and 5 6: three nodes for eleven tokens
+    layout = lay_trees(*flat([[5, 6, 7, 1], [5, 6, 7, 1], [5, 6, 8]]))
+    assert layout.column_T.tolist() == [0, 1, 2, -1, 0, 1, 2, -1, 0, 1, -1]
+    assert layout.row_S.tolist() == [0, 0, 0]
+    assert layout.lengths_R.tolist() == [3]
+
+
+def test_branches_follow_their_parents_in_order_of_depth():
+    # inputs 5 7 1, 5 8 0 and 5 7 2: node 5; then 7 and 8; then 7-1, 7-2 and 8-0
+    layout = lay_trees(*flat([[5, 7, 1, 9], [5, 8, 0, 9], [5, 7, 2, 9]]))
+    assert layout.column_T.tolist() == [0, 1, 3, -1, 0, 2, 5, -1, 0, 1, 4, -1]
+    parents = np.asarray([[-1, 0, 0, 1, 1, 2]])
+    expected = [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0],
+        [1, 0, 1, 0, 0, 1],
+    ]
+    assert ancestors(parents)[0].astype(int).tolist() == expected
+
+
+def test_groups_never_share_nodes_and_fill_rows_as_long_as_the_largest_tree():
+    # trees of 4, 2, 2 and 1 nodes: 4 | 2 + 2 | 1
+    same = [1, 2, 9]
+    layout = lay_trees(*flat([[1, 2, 3, 4, 9]], [same], [same], [[1, 9]]))
+    assert layout.lengths_R.tolist() == [4, 4, 1]
+    assert layout.row_S.tolist() == [0, 1, 1, 2]
+    assert layout.column_T.tolist() == [0, 1, 2, 3, -1, 0, 1, -1, 2, 3, -1, 0, -1]
+
+
+def test_trees_are_taken_only_when_they_save_work():
+    shared = flat([[1, 2, 3, 4, 5, n, 9] for n in range(6)])
+    apart = flat(*[[[n, 2, 3, 4, 9]] for n in range(6)])
+    assert choose_layout(*shared, 1000, True)[0].trees
+    assert not choose_layout(*shared, 1000, False)[0].trees
+    assert not choose_layout(*apart, 1000, True)[0].trees
+    assert not choose_layout(*shared, 6, True)[0].trees  # one micro-batch a row; a tree of 11 nodes would be over it
+
+
+@pytest.mark.parametrize("budget", [10_000, 60])
+def test_gradients_through_trees_equal_those_through_rows(make_groups, make_mini_batch, make_updater, budget):
+    groups = make_groups(6, size=8)
+    updaters = [make_updater(learner={"micro_batch_tokens": budget}) for _ in range(2)]
+    updaters[1]._trees = False
+    totals = [u.gradient(make_mini_batch(groups), version=3) for u in updaters]
+    assert updaters[0]._trees
+    assert float(totals[0]["tokens"]) == float(totals[1]["tokens"]) == sum(g.num_sampled for g in groups)
+    assert (updaters[0].flat.grad - updaters[1].flat.grad).abs().max() < 1e-5
+    assert updaters[1].flat.grad.abs().max() > 1e-2
+
+
+def test_both_layouts_place_the_same_inputs(make_groups):
+    groups = make_groups(3, size=6)
+    device = torch.device("cpu")
+    trees, rows = (
+        build_micro_batches(groups, version=3, budget=10_000, count=1, normalize_std=True, device=device, trees=t)[0]
+        for t in (True, False)
+    )
+    assert trees.visible_RLL is not None
+    assert rows.visible_RLL is None
+    assert trees.inputs_RL.numel() < rows.inputs_RL.numel()
+    assert trees.targets_N[trees.reads_M].tolist() == rows.targets_N[rows.reads_M].tolist()
+    # each source's ancestors, in order, are the prefix that the same trained token has in its row
+    width = trees.inputs_RL.shape[1]
+    for token in range(len(rows.reads_M)):
+        row, column = divmod(int(rows.source_N[rows.reads_M[token]]), rows.inputs_RL.shape[1])
+        prefix = rows.inputs_RL[row, : column + 1].tolist()
+        row, column = divmod(int(trees.source_N[trees.reads_M[token]]), width)
+        assert trees.inputs_RL[row][trees.visible_RLL[row, column]].tolist() == prefix
+        assert int(trees.positions_RL[row, column]) == len(prefix) - 1
+
+
+def test_models_whose_attention_takes_no_free_mask_are_not_given_trees(make_model):
+    assert can_forward_trees(make_model())
+    eager = make_model()
+    eager.set_attn_implementation("eager")
+    assert not can_forward_trees(eager)
+    sliding = make_model()
+    sliding.config.layer_types = ["full_attention", "sliding_attention"]
+    assert not can_forward_trees(sliding)
+
+
+def test_rows_keep_prefixes_inside_what_extends_them():
+    layout = lay_rows(*flat([[5, 6, 7, 1], [5, 6, 9], [5, 8, 9]])[:3])
+    assert layout.lengths_R.tolist() == [3, 2]
+    assert layout.row_S.tolist() == [0, 0, 1]
