@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _MADE_BY = {"tiny": "async-rl run arithmetic", "smollm2": "async-rl fetch smollm2"}
 """The short names that ``model.path`` knows, and the command that puts each into the cache."""
+_CACHED_AS = {"tiny": "tiny-192x2", "smollm2": "smollm2"}
+"""Folder of each in the cache; a model that is built otherwise gets another name, so that no old one is taken for it."""
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Config keys of architectures that change the logits after the output embeddings."""
 
@@ -29,6 +31,11 @@ def cache_dir() -> Path:
     return Path(os.environ.get("ASYNC_RL_CACHE") or Path.home() / ".cache" / "async_rl")
 
 
+def cached_model(name: str) -> Path:
+    """Where the cache has (or will have) the model of a short name."""
+    return cache_dir() / _CACHED_AS[name]
+
+
 def resolve_model(path: str) -> Path:
     """The folder that ``model.path`` means.
 
@@ -36,7 +43,7 @@ def resolve_model(path: str) -> Path:
         ConfigError: nothing is there; says what would put it there or what is expected.
     """
     if path in _MADE_BY:
-        folder = cache_dir() / path
+        folder = cached_model(path)
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model.path = {path!r}: {folder} does not exist yet; `{_MADE_BY[path]}` makes it")
         return folder
@@ -71,7 +78,7 @@ def context_length(path: Path) -> int:
         ConfigError: ``config.json`` does not say, or a layer keeps a state that is no KV cache.
     """
     config = _read_json(path / "config.json")
-    length = config.get("max_position_embeddings")
+    length = config.get("max_position_embeddings", config.get("n_positions"))
     if not isinstance(length, int) or length < 1:
         raise ConfigError(f"{path}/config.json: max_position_embeddings = {length!r}; expected a positive integer")
     layers = set(config.get("layer_types") or ["full_attention"])
@@ -149,6 +156,7 @@ def load_causal_lm(
         ConfigError: no causal language model, or the weights are missing or do not fit its config.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, logging
 
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -161,7 +169,7 @@ def load_causal_lm(
         model, info = AutoModelForCausalLM.from_pretrained(
             path, dtype=kind, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{path}: no causal language model can be loaded: {error}") from None
     finally:
         if bar:

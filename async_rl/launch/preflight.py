@@ -22,6 +22,8 @@ from async_rl.errors import AsyncRLError, ConfigError
 WARMUP_TIMEOUT_S = 1800.0
 IMPORT_TIMEOUT_S = 60.0
 MIN_SHM_FREE = 64 << 20
+_CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
+"""How the names of causal language models end; the older ones (GPT-2) in the second way."""
 _IMPORT = """
 import importlib, sys
 found = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
@@ -57,13 +59,13 @@ def ensure_model(
         ConfigError: the folder is no model folder.
         AsyncRLError: building or fetching it failed, or ``interrupted`` became true.
     """
-    from async_rl.models import cache_dir, resolve_model
+    from async_rl.models import cache_dir, cached_model, resolve_model
 
     path = config.model.path
-    if path == "tiny" and not is_model_folder(cache_dir() / "tiny"):
+    if path == "tiny" and not is_model_folder(cached_model("tiny")):
         say("building and briefly supervising the tiny model (once; it stays in the cache)")
-        _build([sys.executable, "-m", "learner.warmup", "--out", str(cache_dir() / "tiny")], env, log, interrupted)
-    elif path == "smollm2" and not is_model_folder(cache_dir() / "smollm2"):
+        _build([sys.executable, "-m", "learner.warmup", "--out", str(cached_model("tiny"))], env, log, interrupted)
+    elif path == "smollm2" and not is_model_folder(cached_model("smollm2")):
         say("fetching and converting SmolLM2-135M-Instruct (once; it stays in the cache)")
         from async_rl.smollm2 import fetch
 
@@ -101,7 +103,7 @@ def check_model_folder(folder: Path) -> None:
         architectures = json.loads((folder / "config.json").read_text())["architectures"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder / 'config.json'} names no architecture: {error!r}") from None
-    if not any(str(name).endswith("ForCausalLM") for name in architectures):
+    if not any(str(name).endswith(_CAUSAL_LM) for name in architectures):
         raise ConfigError(f"{folder}: {architectures} is no causal language model")
 
 
@@ -200,6 +202,24 @@ def check_connect(address: str) -> None:
     """
     if not re.fullmatch(r"tcp://(\[[^\]]+\]|[^:/*]+):\d+", address):
         raise ConfigError(f"--connect {address!r}: write it as tcp://HOST:PORT, as the learner host printed it")
+
+
+def check_limits(config: Config, model: Path) -> None:
+    """Check what engine and server read from the model's configuration, and that a prompt fits beside a completion.
+
+    Raises:
+        ConfigError: no end token, no vocabulary size or no context length there; or completions fill the context.
+    """
+    from async_rl.models import context_length, stop_token_ids, vocabulary_size
+
+    stop_token_ids(model)
+    vocabulary_size(model)
+    context = context_length(model)
+    if config.sampling.max_new_tokens >= context:
+        raise ConfigError(
+            f"sampling.max_new_tokens = {config.sampling.max_new_tokens}, but {model} reads at most {context} tokens, "
+            "prompt included; lower it"
+        )
 
 
 def check_shared_memory(weight_bytes: int | None) -> None:

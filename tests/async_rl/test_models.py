@@ -31,9 +31,11 @@ def folder(tmp_path):
 
 def test_short_names_mean_folders_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("ASYNC_RL_CACHE", str(tmp_path))
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "config.json").write_text("{}")
-    assert models.resolve_model("tiny") == tmp_path / "tiny"
+    folder = models.cached_model("tiny")
+    assert folder.parent == tmp_path
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert models.resolve_model("tiny") == folder
     with pytest.raises(ConfigError, match="async-rl fetch smollm2"):
         models.resolve_model("smollm2")
 
@@ -130,6 +132,9 @@ def test_missing_weights_are_an_error_and_not_random(folder):
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj"):
+        models.load_causal_lm(folder, "float32", "cpu")
+    (folder / "model.safetensors").write_bytes(b"cut short")
+    with pytest.raises(ConfigError, match="no causal language model"):
         models.load_causal_lm(folder, "float32", "cpu")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="no causal language model"):
