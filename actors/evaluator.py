@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from actors.engines.base import Engine
 from actors.engines.factory import make_engine
 from actors.heldout import answer, rewards_of
@@ -24,9 +26,10 @@ from actors.receiver import Prepared, Receiver
 from actors.verify import VerifierPool
 from async_rl.client import Client
 from async_rl.config import Config, load_config
-from async_rl.errors import AsyncRLError, WeightsError
+from async_rl.data import is_correct
+from async_rl.errors import AsyncRLError, ConfigError, WeightsError
 from async_rl.evaluation import is_evaluated
-from async_rl.models import load_tokenizer, resolve_model, stop_token_ids
+from async_rl.models import context_length, load_tokenizer, resolve_model, stop_token_ids
 from async_rl.process import run_guarded
 from async_rl.tasks import load_task
 from async_rl.tasks.prompt import decode_completion, encode_prompt
@@ -52,8 +55,19 @@ class Evaluator:
         folder = resolve_model(config.model.path)
         tokenizer, stops = load_tokenizer(folder), stop_token_ids(folder)
         self._decode: Callable[[Any], str] = lambda ids: decode_completion(tokenizer, ids, stops)
-        self._problems = load_task(config.task, config.seed).heldout[: config.eval.problems]
-        self._prompts = [encode_prompt(tokenizer, p, config.task) for p in self._problems]
+        problems = load_task(config.task, config.seed).heldout[: config.eval.problems]
+        encoded = [(p, encode_prompt(tokenizer, p, config.task)) for p in problems]
+        room = context_length(folder) - config.sampling.max_new_tokens
+        self._problems = [p for p, prompt in encoded if len(prompt) <= room]
+        self._prompts = [prompt for _, prompt in encoded if len(prompt) <= room]
+        self._skipped = len(encoded) - len(self._problems)
+        if not self._problems:
+            raise ConfigError(
+                f"none of the {len(encoded)} held-out prompts fits the model: {room} tokens are left beside "
+                f"sampling.max_new_tokens = {config.sampling.max_new_tokens}"
+            )
+        if self._skipped:
+            print(f"evaluator: {self._skipped} held-out prompts are longer than {room} tokens: left out", flush=True)
         self._start: int | None = None
 
     def run(self, first: Manifest | None, start_version: int | None) -> None:
@@ -124,10 +138,11 @@ class Evaluator:
             "eval",
             version=version,
             metrics={
-                "accuracy": sum(r >= 1.0 for r in rewards) / count,
+                "accuracy": float(is_correct(np.asarray(rewards)).mean()),
                 "reward": sum(rewards) / count,
                 "length": sum(len(c.tokens) for c in completions) / count,
                 "problems": count,
+                "skipped": self._skipped,
                 "unscored": failures,
                 "wall_s": time.monotonic() - began,
             },
@@ -153,7 +168,7 @@ def main() -> None:
     timer = StateTimer()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Client(args.connect, "evaluator", args.name, config.contract_hash()) as client:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         client.beat_info = lambda: {"timer": timer.drain()}
         welcome = client.connect(CONNECT_TIMEOUT_S)
         folder = resolve_model(config.model.path)

@@ -36,7 +36,7 @@ def main() -> None:
     timer = StateTimer()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into an orderly stop
     with Client(args.connect, "actor", args.name, config.contract_hash()) as client:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         client.beat_info = lambda: {"timer": timer.drain()}
         welcome = client.connect(CONNECT_TIMEOUT_S)
         folder = resolve_model(config.model.path)

@@ -38,6 +38,8 @@ from async_rl.wire import Header
 
 MAX_VERIFIER_FAILURES = 16
 """So many failed verifier calls in a row mean that the verifier itself is broken: the run ends and says so."""
+MAX_REFUSED = 256
+"""So many prompts in a row that the engine refuses mean that hardly any fits the model: the run ends and says so."""
 MAX_COMMIT_FAILURES = 5
 """So many weight versions in a row whose read-back failed mean that the engine cannot hold them."""
 
@@ -93,6 +95,7 @@ class Rollout:
         self._stop: Stop | None = None
         self._offered = 0
         self._verifier_failures = 0
+        self._refused = 0
         self._commit_failures = 0
         self._wanted = math.ceil(config.actors.slots / config.sampling.group_size) + 1
         self.counts = {"generated_tokens": 0, "groups": 0, "verifier_failures": 0, "weights_refused": 0}
@@ -178,8 +181,12 @@ class Rollout:
         for request in requests:
             try:
                 self._engine.submit([request])
+                self._refused = 0
             except ValueError as error:  # the problem does not fit the model: no attempt can ever succeed
                 self._fail(self._generating.pop(request.id).ticket, "prompt_refused", str(error))
+                self._refused += 1
+                if self._refused == MAX_REFUSED:
+                    self._client.send("fatal", reason=f"{MAX_REFUSED} prompts in a row were refused; the last: {error}")
 
     def _cancel(self, tickets: list[tuple[int, int]]) -> None:
         for ordinal, attempt in tickets:

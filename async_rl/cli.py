@@ -118,9 +118,12 @@ def fetch(what: Annotated[str, typer.Argument(help="smollm2")]) -> None:
 
 
 def main() -> None:
-    """Entry point: what goes wrong on purpose is one sentence on stderr, never a traceback."""
+    """Entry point: what goes wrong on purpose or with the disk is one sentence on stderr, never a traceback."""
     try:
         app()
     except AsyncRLError as error:
         print(f"async-rl: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except OSError as error:
+        print(f"async-rl: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)

@@ -14,17 +14,30 @@ import tomllib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from async_rl.errors import ConfigError
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+MAX_INT = 1 << 62
+"""Whole numbers are below it: they go into TOML, messages and random generators, which hold 64 bits."""
 
 
 class Section(BaseModel):
     """A strict, frozen block of settings."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, strict=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        """Refuse whole numbers that no message can carry."""
+        if isinstance(value, int) and abs(value) >= MAX_INT:
+            raise ValueError(f"a whole number must be below {MAX_INT}")
+        return value
 
 
 class ModelConfig(Section):
@@ -65,7 +78,7 @@ class TaskConfig(Section):
 class SamplingConfig(Section):
     """The sampling contract: both sides must agree on it, it is part of the handshake."""
 
-    group_size: int = Field(8, ge=1)
+    group_size: int = Field(8, ge=1, le=65_536)
     """Completions per prompt."""
     max_new_tokens: int = Field(16, ge=1)
     """Longest completion."""
@@ -157,7 +170,7 @@ class LearnerConfig(Section):
     warmup_steps: int = Field(0, ge=0)
     """Linear warm-up of the learning rate."""
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)  # TOML has lists only
     max_grad_norm: float = Field(1.0, gt=0)
     """One norm over the flat gradient of all modules."""
     micro_batch_tokens: int = Field(16_384, ge=1)
@@ -175,7 +188,7 @@ class WeightsConfig(Section):
     """``auto`` takes shared memory on the learner's host and ZeroMQ elsewhere."""
     commit_deadline_s: float = Field(60.0, gt=0)
     """An actor that has not committed an announced version in this time gets no tickets until it has (is fenced)."""
-    chunk_bytes: int = Field(4 << 20, ge=1 << 10)
+    chunk_bytes: int = Field(4 << 20, ge=1 << 10, multiple_of=4)
     """Bytes per chunk and checksum."""
 
 
@@ -284,7 +297,10 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
     if path.suffix == ".toml":
         if not path.is_file():
             raise ConfigError(f"no config file {source}")
-        text = path.read_text()
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{source} cannot be read: {error}") from None
     elif source in preset_names():
         text = (_presets() / f"{source}.toml").read_text()
     else:
@@ -336,7 +352,9 @@ def _presets() -> Any:
 def _toml_value(value: Any) -> str:
     if isinstance(value, tuple):
         value = list(value)
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace(
+        "\x7f", "\\u007f"
+    )  # TOML wants this one escaped, JSON does not
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:

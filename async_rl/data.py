@@ -120,6 +120,12 @@ class Group:
         return sum(a.nbytes for a in self.arrays.values()) + self.rewards.nbytes
 
 
+def is_correct(rewards: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Which rewards ``[S]`` count as correct in ``accuracy``: those of 1 or more. The only definition."""
+    correct: npt.NDArray[np.bool_] = rewards >= 1.0
+    return correct
+
+
 def oldest_version(versions: Array) -> int:
     """Oldest version in an array of per-token versions, entries of -1 (not sampled) left out.
 

@@ -51,6 +51,7 @@ class MetricsWriter:
         path = out / "metrics.jsonl"
         _drop_from(path, start_step)
         self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._start_step = start_step
         self._sinks: list[_Guarded] = []
         if config.log.tensorboard:
             self._sinks.append(_Guarded("TensorBoard", lambda: _TensorBoard(out / "tensorboard", start_step)))
@@ -58,8 +59,12 @@ class MetricsWriter:
             self._sinks.append(_Guarded("wandb", lambda: _Background("wandb", lambda: _Wandb(out, config))))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line with ``step``, ``time`` (epoch seconds) and the metrics; what is not finite becomes null."""
-        row: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
+        """Append a line with the metrics; what is not finite becomes null.
+
+        The line begins with ``step``, ``time`` (epoch seconds) and ``session``: the first step after the last start or
+        resume, so that the pause between two sessions is not taken for work.
+        """
+        row: dict[str, float | None] = {"step": step, "time": round(time.time(), 3), "session": self._start_step}
         row |= {k: float(v) if math.isfinite(v) else None for k, v in metrics.items()}
         self._file.write(json.dumps(row) + "\n")
         for sink in self._sinks:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MADE_BY = {"tiny": "async-rl run arithmetic", "smollm2": "async-rl fetch smollm2"}
 """The short names that ``model.path`` knows, and the command that puts each into the cache."""
 _CACHED_AS = {"tiny": "tiny-192x2", "smollm2": "smollm2"}
-"""Folder of each in the cache; a model that is built otherwise gets another name, so that no old one is taken for it."""
+"""Folder of each in the cache; a model that is built otherwise gets another name, lest an old one is taken for it."""
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Config keys of architectures that change the logits after the output embeddings."""
 

@@ -14,15 +14,15 @@ from typing import Any
 
 Row = dict[str, Any]
 
-CHECKPOINT_FILES = ("trainer.json", "ledger.json")
+CHECKPOINT_FILES = ("trainer.json", "optimizer.safetensors", "hf/config.json", "ledger.json", "groups.bin")
 """A checkpoint folder counts only when both sides have written theirs."""
 
 
 def read_json(path: Path) -> Row:
-    """The object in a JSON file; empty when there is no such file or it is cut off."""
+    """The object in a JSON file; empty when there is no such file, or it is cut off or damaged."""
     try:
         loaded = json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):
         return {}
     return loaded if isinstance(loaded, dict) else {}
 

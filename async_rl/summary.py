@@ -24,6 +24,7 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,15 +75,16 @@ def eval_values(evals: Sequence[Row]) -> dict[str, float]:
 
 
 def throughput(metrics: Sequence[Row], tokens: Mapping[str, int]) -> dict[str, float | None]:
-    """Tokens per second between the first and the last step, so that start-up does not count.
+    """Tokens per second between the first and the last step of each session, so that start-up does not count.
 
-    trained = (tokens of steps 2 ... n) / (time of step n − time of step 1). Generated tokens are known as a total only,
-    so they are scaled by the same share: generated / trained tokens of the run times the trained rate.
+    trained = (tokens of steps 2 ... n) / (time of step n − time of step 1), both summed over the sessions of a resumed
+    run. Generated tokens are known as a total only, so they are scaled by the same share: generated / trained tokens of
+    the run times the trained rate.
     """
     steps = [row for row in metrics if row.get("tokens/step")]
-    rate: float | None = None
-    if len(steps) > 1 and steps[-1]["time"] > steps[0]["time"]:
-        rate = sum(row["tokens/step"] for row in steps[1:]) / (steps[-1]["time"] - steps[0]["time"])
+    pairs = [(a, b) for a, b in pairwise(steps) if a.get("session") == b.get("session")]
+    seconds = sum(b["time"] - a["time"] for a, b in pairs)
+    rate = sum(b["tokens/step"] for _, b in pairs) / seconds if seconds > 0 else None
     ratio = tokens.get("generated", 0) / tokens["trained"] if tokens.get("trained") else None
     generated = rate * ratio if rate is not None and ratio is not None else None
     rounded = {"trained_tokens_per_s": rate, "generated_tokens_per_s": generated}

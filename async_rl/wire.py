@@ -37,6 +37,8 @@ class Limits:
     groups: int = 65_536
     trajectories: int = 65_536
     arrays: int = 64
+    depth: int = 32
+    """Nesting of a header: what is deeper would overflow the stack of whoever prints or writes it."""
 
 
 LIMITS = Limits()
@@ -52,7 +54,8 @@ def unpack_header(frame: Frame, limits: Limits = LIMITS) -> Header:
     """Parse a header.
 
     Raises:
-        WireError: ``header_too_large``, ``bad_msgpack``, or ``bad_header`` (not a map with a text ``type``).
+        WireError: ``header_too_large``, ``bad_msgpack``, ``too_deep``, or ``bad_header`` (not a map with a text
+            ``type``).
     """
     if len(frame) > limits.header_bytes:
         raise WireError("header_too_large", f"{len(frame)} bytes")
@@ -62,7 +65,20 @@ def unpack_header(frame: Frame, limits: Limits = LIMITS) -> Header:
         raise WireError("bad_msgpack", str(error)) from None
     if not isinstance(header, dict) or not isinstance(header.get("type"), str):
         raise WireError("bad_header", "not a map with a type")
+    if _is_deeper(header, limits.depth):
+        raise WireError("too_deep", f"more than {limits.depth} levels of nesting")
     return header
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Whether lists and maps are nested in more than ``depth`` levels; looks level by level, without recursion."""
+    level = [value]
+    for _ in range(depth):
+        contents = [item.values() if isinstance(item, dict) else item for item in level]
+        level = [child for content in contents for child in content if isinstance(child, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def encode_groups(message_type: str, groups: Sequence[Group], **fields: Any) -> list[Frame]:
@@ -175,6 +191,10 @@ def _decode_array(spec: Any, frame: Frame, limits: Limits) -> tuple[str, np.ndar
         raise WireError("bad_shape", f"{name}: {shape!r}")
     if len(frame) > limits.frame_bytes:
         raise WireError("frame_too_large", f"{name}: {len(frame)} bytes")
+    if (
+        math.prod(max(n, 1) for n in shape) > limits.frame_bytes
+    ):  # numpy multiplies the other axes of an empty array, too
+        raise WireError("bad_shape", f"{name}: {shape!r}")
     if math.prod(shape) * np.dtype(dtype).itemsize != len(frame):
         raise WireError("bad_shape", f"{name}: {shape} {dtype} is not {len(frame)} bytes")
     array = np.frombuffer(frame, dtype=dtype).reshape(shape)

@@ -8,7 +8,8 @@ A group of one goes through the same code and makes no collective.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -65,6 +66,7 @@ class LearnerGroup:
         self.rank = placement.rank
         self.world = placement.world
         self.device = placement.device
+        self._timeout_s = timeout_s
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self.world > 1:
@@ -82,12 +84,14 @@ class LearnerGroup:
     def all_reduce_flat(self, flat: FlatParameters) -> None:
         """Sum gradient and scalar tail over the ranks: the one collective of an update."""
         if self.world > 1:
-            dist.all_reduce(flat.grad_and_tail)
+            with self._together():
+                dist.all_reduce(flat.grad_and_tail)
 
     def broadcast_flat(self, flat: FlatParameters) -> None:
         """Give every rank the parameters of rank 0."""
         if self.world > 1:
-            dist.broadcast(flat.data, src=0)
+            with self._together():
+                dist.broadcast(flat.data, src=0)
         flat.refresh()
 
     def broadcast_number(self, number: float) -> float:
@@ -95,7 +99,8 @@ class LearnerGroup:
         if self.world == 1:
             return number
         tensor = torch.tensor([number], dtype=torch.float64, device=self.device)
-        dist.broadcast(tensor, src=0)
+        with self._together():
+            dist.broadcast(tensor, src=0)
         return float(tensor)
 
     def all_agree(self, willing: bool) -> bool:
@@ -103,8 +108,9 @@ class LearnerGroup:
         if self.world == 1:
             return willing
         tensor = torch.tensor([int(willing)], device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
-        return bool(tensor.item())
+        with self._together():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+            return bool(tensor.item())
 
     def check_equal(self, flat: FlatParameters) -> None:
         """Compare the ranks' parameters byte for byte through their checksums.
@@ -131,5 +137,18 @@ class LearnerGroup:
         """One unsigned 64-bit number per rank."""
         mine = torch.tensor([v - (1 << 63) for v in values], dtype=torch.int64, device=self.device)
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(everyone, mine)
-        return [int(t) for t in everyone]
+        with self._together():
+            dist.all_gather(everyone, mine)
+            return [int(t) for t in everyone]
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """A collective: what the backend raises when another rank is lost becomes one sentence."""
+        try:
+            yield
+        except RuntimeError as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise AsyncRLError(
+                f"rank {self.rank} has lost the others: one has died, or did not join a collective within "
+                f"learner.timeout_s = {self._timeout_s:g} s ({said[:160]})"
+            ) from error

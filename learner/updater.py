@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from async_rl.config import Config
-from async_rl.data import Group
+from async_rl.data import Group, is_correct
 from async_rl.errors import AsyncRLError
 from async_rl.timer import StateTimer
 from learner.algorithms.grpo import RATIO_BINS, SUMS, grpo_loss
@@ -185,5 +185,5 @@ def _reward_sums(groups: Sequence[Group]) -> dict[str, float]:
         "scored": len(scored),
         "reward": float(scored.sum()),
         "reward_squared": float(np.square(scored).sum()),
-        "correct": int((scored == 1).sum()),
+        "correct": int(is_correct(scored).sum()),
     }

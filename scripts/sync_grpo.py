@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -167,6 +169,7 @@ def main() -> None:
     args = parser.parse_args()
     config = load_config(args.config, args.overrides)
     args.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the segments are freed
     run = SyncRun(config)
     try:
         run.publish(0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.data import Group
+from async_rl.data import Group, is_correct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class BatchStats:
     reward: float
     """Mean over sequences."""
     accuracy: float
-    """Share of sequences whose reward is exactly 1."""
+    """Share of sequences that are correct, see :func:`async_rl.data.is_correct`."""
     length: float
     """Sampled tokens per sequence."""
 
@@ -41,8 +41,8 @@ def batch_stats(groups: Sequence[Group], step: int) -> BatchStats:
     rewards = np.concatenate([g.rewards for g in groups])
     return BatchStats(
         ages=dict(zip(ages.tolist(), tokens.tolist(), strict=True)),
-        reward=float(rewards.mean()),
-        accuracy=float((rewards == 1).mean()),
+        reward=float(rewards.mean(dtype=np.float64)),
+        accuracy=float(is_correct(rewards).mean()),
         length=float(tokens.sum() / len(rewards)),
     )
 

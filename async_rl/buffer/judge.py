@@ -7,9 +7,15 @@ import numpy as np
 from async_rl.buffer.records import Answer, Entry, Rules
 from async_rl.data import REQUIRED_TOKEN_FIELDS, Group
 
+LOGPROBS = (-80.0, 0.01)
+"""A token that was sampled has a log-probability between these: none is drawn with probability e^-80, whose ratio would
+overflow float32, and rounding carries none further above 0."""
+
 
 def judge(group: Group, entry: Entry, rules: Rules, newest_version: int) -> Answer:
     """Accept, filter (fine but useless: a fresh ordinal replaces it) or refuse (wrong: the ordinal is tried again).
+
+    Whatever is accepted can be trained: no actor can bring the learner down.
 
     Args:
         group: what was submitted.
@@ -17,27 +23,54 @@ def judge(group: Group, entry: Entry, rules: Rules, newest_version: int) -> Answ
         rules: of the run.
         newest_version: the newest published version; no token can carry a newer one.
     """
-    arrays = group.arrays
-    if not all(name in arrays for name in REQUIRED_TOKEN_FIELDS):
+    if not all(name in group.arrays for name in REQUIRED_TOKEN_FIELDS):
         return Answer("refused", "missing_array", fresh=True)
-    is_sampled = arrays["versions"] >= 0
-    sampled = arrays["versions"][is_sampled]
-    if len(group) != rules.group_size:
-        return Answer("refused", "wrong_group_size", fresh=True)
-    if group.task_index != entry.task_index:
-        return Answer("refused", "wrong_task", fresh=True)
-    if sampled.size == 0:
-        return Answer("refused", "nothing_sampled", fresh=True)
-    if int(sampled.max()) > newest_version:
-        return Answer("refused", "version_from_the_future", fresh=True)
-    if int(sampled.min()) < entry.version:
-        return Answer("refused", "version_older_than_ticket", fresh=True)
-    if not np.array_equal(is_sampled, arrays["loss_mask"] == 1):
-        return Answer("refused", "mask_contradicts_versions", fresh=True)
-    if not np.isfinite(arrays["logprobs"]).all():
-        return Answer("refused", "bad_logprobs", fresh=True)
+    reason = _broken_promise(group, entry, rules, newest_version) or _untrainable(group, rules)
+    if reason:
+        return Answer("refused", reason, fresh=True)
     if not np.isfinite(group.rewards).all():
         return Answer("filtered", "bad_reward", fresh=True)
     if rules.replace_zero_variance and bool((group.rewards == group.rewards[0]).all()):
         return Answer("filtered", "zero_variance", fresh=True)
     return Answer("accepted", fresh=True)
+
+
+def _broken_promise(group: Group, entry: Entry, rules: Rules, newest_version: int) -> str:
+    """What is not as the ticket says; empty if all is."""
+    is_sampled = group.arrays["versions"] >= 0
+    sampled = group.arrays["versions"][is_sampled]
+    if len(group) != rules.group_size:
+        return "wrong_group_size"
+    if group.task_index != entry.task_index:
+        return "wrong_task"
+    if sampled.size == 0:
+        return "nothing_sampled"
+    if int(sampled.max()) > newest_version:
+        return "version_from_the_future"
+    if int(sampled.min()) < entry.version:
+        return "version_older_than_ticket"
+    if not np.array_equal(is_sampled, group.arrays["loss_mask"] == 1):
+        return "mask_contradicts_versions"
+    return ""
+
+
+def _untrainable(group: Group, rules: Rules) -> str:
+    """What the learner could not compute with; empty if all is well."""
+    mask, tokens = group.arrays["loss_mask"], group.arrays["tokens"]
+    lengths_S = np.asarray(group.lengths)
+    starts_S = np.cumsum(lengths_S) - lengths_S
+    sampled_S = np.add.reduceat(mask, starts_S, dtype=np.int64)
+    if not sampled_S.all():
+        return "nothing_sampled"
+    if mask[starts_S].any():
+        return "no_prompt"
+    if rules.max_new_tokens is not None and sampled_S.max() > rules.max_new_tokens:
+        return "too_many_tokens"
+    if rules.context is not None and lengths_S.max() > rules.context:
+        return "too_long"
+    if tokens.min() < 0 or (rules.vocabulary is not None and tokens.max() >= rules.vocabulary):
+        return "token_outside_vocabulary"
+    logprobs = group.arrays["logprobs"][mask == 1]
+    if not ((logprobs >= LOGPROBS[0]) & (logprobs <= LOGPROBS[1])).all():  # NaN is in no range
+        return "bad_logprobs"
+    return ""

@@ -24,6 +24,12 @@ class Rules:
     group_size: int
     max_staleness: int
     """η, in learner versions."""
+    max_new_tokens: int | None = None
+    """Most sampled tokens of a trajectory; ``None``: any number."""
+    vocabulary: int | None = None
+    """Token ids are below it; ``None``: any id."""
+    context: int | None = None
+    """Most tokens of a trajectory that the model can read; ``None``: any number."""
     stragglers: Literal["wait", "reissue"] = "wait"
     max_uses: int = 1
     replace_zero_variance: bool = False
@@ -35,14 +41,17 @@ class Rules:
     """Names of the workers that must annotate a submitted group before it is ready."""
 
     @classmethod
-    def from_config(cls, config: Config) -> Rules:
-        """The rules of a run."""
+    def from_config(cls, config: Config, vocabulary: int | None = None, context: int | None = None) -> Rules:
+        """The rules of a run; what the model can read comes from its folder, see :mod:`async_rl.models`."""
         buffer = config.buffer
         return cls(
             steps=config.steps,
             groups_per_step=buffer.groups_per_step,
             group_size=config.sampling.group_size,
             max_staleness=buffer.max_staleness,
+            max_new_tokens=config.sampling.max_new_tokens,
+            vocabulary=vocabulary,
+            context=context,
             stragglers=buffer.stragglers,
             max_uses=buffer.max_uses,
             replace_zero_variance=buffer.replace_zero_variance,

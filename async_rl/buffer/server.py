@@ -55,12 +55,23 @@ class Server:
         num_tasks: training problems.
         weights: chunk server, already started.
         resume: checkpoint folder with ``ledger.json`` and ``groups.bin``.
+        vocabulary: of the model; groups with other tokens are refused.
+        context: most tokens of a sequence of the model; longer ones are refused.
 
     Raises:
         ConfigError: the address is taken, or open to other hosts without ``buffer.insecure``; a bad checkpoint.
     """
 
-    def __init__(self, config: Config, out: Path, num_tasks: int, weights: Weights, resume: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        out: Path,
+        num_tasks: int,
+        weights: Weights,
+        resume: Path | None = None,
+        vocabulary: int | None = None,
+        context: int | None = None,
+    ) -> None:
         check_bind(config.buffer.bind, config.buffer.insecure)
         self._config = config
         self._files = RunFiles(out)
@@ -69,7 +80,7 @@ class Server:
         self._context = zmq.Context()
         try:
             self._socket = self._bind(config.buffer.bind)
-            ledger = make_ledger(config, num_tasks, resume)
+            ledger = make_ledger(config, Rules.from_config(config, vocabulary, context), num_tasks, resume)
         except Exception:
             self._release()
             raise
@@ -196,13 +207,13 @@ def check_bind(address: str, insecure: bool) -> None:
         )
 
 
-def make_ledger(config: Config, num_tasks: int, resume: Path | None) -> Ledger:
+def make_ledger(config: Config, rules: Rules, num_tasks: int, resume: Path | None) -> Ledger:
     """A fresh ledger, or the one of a checkpoint.
 
     Raises:
         ConfigError: the checkpoint cannot be read.
     """
-    rules, stream = Rules.from_config(config), partial(_task_of, config.seed, num_tasks)
+    stream = partial(_task_of, config.seed, num_tasks)
     return Ledger(rules, stream) if resume is None else journal.thaw(journal.load(resume), rules, stream)
 
 
@@ -223,16 +234,19 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent()
 
+    from async_rl.models import context_length, resolve_model, vocabulary_size
     from async_rl.tasks import load_task
     from async_rl.weights.server import WeightServer
 
     config = load_config(arguments.config)
     check_bind(config.buffer.bind, config.buffer.insecure)
     num_tasks = len(load_task(config.task, config.seed).train)
+    model = resolve_model(config.model.path)
+    limits = {"vocabulary": vocabulary_size(model), "context": context_length(model)}
     weights = WeightServer(config.buffer.bind.rpartition(":")[0] + ":*")
     weights.start()
     try:
-        with Server(config, arguments.out, num_tasks, weights, arguments.resume) as server:
+        with Server(config, arguments.out, num_tasks, weights, arguments.resume, **limits) as server:
 
             def interrupt(number: int, frame: FrameType | None) -> None:
                 server.interrupt()

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from async_rl.process import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TAIL_BYTES = 64 << 10
+_RANK_FAILED = re.compile(r"torch/distributed/elastic/.*failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+"""torchrun's line about the first rank that failed."""
 
 
 @dataclass(slots=True)
@@ -92,14 +94,37 @@ class Child:
 
 
 def tail(log: Path, lines: int) -> list[str]:
-    """The last lines of a text file, read from its end."""
+    """The last lines of a text file, read from its end; what torchrun adds about a rank's end is left out."""
     if not log.is_file():
         return []
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))
         text = file.read().decode("utf-8", "replace")
-    return list(deque((line for line in text.splitlines() if line.strip()), maxlen=lines))
+    return list(deque(_without_agent_report(text.splitlines()), maxlen=lines))
+
+
+def _without_agent_report(lines: Iterable[str]) -> Iterator[str]:
+    """Lines that are not blank, without the traceback and table that torchrun prints after it has said who failed."""
+    reporting, rulers = False, 0
+    for line in lines:
+        if reporting and re.fullmatch(r"=+", line):  # the table ends with the second ruler
+            rulers += 1
+            reporting = rulers < 2
+        elif reporting or not line.strip():
+            continue
+        else:
+            yield line
+            if _RANK_FAILED.search(line):
+                reporting, rulers = True, 0
+
+
+def killed_rank(log: Path) -> str | None:
+    """Which rank of a learner group was ended by which signal, as torchrun saw it; ``None`` if none was."""
+    found = [match for line in tail(log, 400) if (match := _RANK_FAILED.search(line))]
+    if not found or int(found[-1][1]) >= 0:
+        return None
+    return f"rank {found[-1][2]} was ended by {signal.Signals(-int(found[-1][1])).name}"
 
 
 def cause(log: Path) -> str | None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_rl.errors import AsyncRLError
-from async_rl.launch.children import Child, become_subreaper, cause, end_all, end_descendants, wait_all
+from async_rl.launch.children import Child, become_subreaper, cause, end_all, end_descendants, killed_rank, wait_all
 from async_rl.launch.commands import Commands
 from async_rl.launch.interfaces import Display, Monitor, Outcome, Status
 from async_rl.launch.interrupts import Interrupts
@@ -196,15 +196,19 @@ class Launcher:
 
     def _server_has_ended(self, stop: Mapping[str, Any] | None) -> tuple[Status, str]:
         """The server left in order: its verdict counts, and who is still there (or was only starting) is ended."""
+        books = read_json(self.commands.out / "books.json")
+        end_all([c for c in self.children if not _has_joined(c, books)], grace_s=0.0)  # they cannot have heard its stop
         late = wait_all(self.children, FAILED_S)
         if late:
-            self.display.note(f"{', '.join(c.name for c in late)} did not leave by itself and was ended")
-        stopped = read_json(self.commands.out / "books.json").get("status") == "stopped"
-        return "stopped" if stopped else "completed", str(stop["reason"]) if stop else "done"
+            self.display.note(f"{', '.join(c.name for c in late)} did not leave in time and will be ended")
+        return "stopped" if books.get("status") == "stopped" else "completed", str(stop["reason"]) if stop else "done"
 
     def _failure(self, stop: Mapping[str, Any]) -> str:
-        """The server's sentence, and the end of the learner's log when that holds a traceback."""
+        """The server's sentence, and which rank was killed, or the end of the learner's log if it holds a traceback."""
         reason, learner = str(stop["reason"]), self.children[1]
+        killed = killed_rank(learner.log)
+        if killed:
+            return f"{reason}; {killed}"
         return f"{reason}\n{last_lines(learner)}" if any("Traceback" in line for line in learner.tail(60)) else reason
 
     def _late(self, stop: Mapping[str, Any] | None) -> tuple[Status, str]:
@@ -261,7 +265,7 @@ class Launcher:
 
 def describe(child: Child) -> str:
     """Why a process ended: its own sentence if it left one, and the last lines of its log."""
-    why = cause(child.log)
+    why = killed_rank(child.log) or cause(child.log)
     return f"{child.name} {child.describe_end()}{f': {why}' if why else ''}\n{last_lines(child)}"
 
 
@@ -274,6 +278,13 @@ def last_lines(child: Child) -> str:
 def local_address(address: str) -> str:
     """The address for clients on this host, when the server listens on all interfaces."""
     return address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//*:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
+def _has_joined(child: Child, books: Mapping[str, Any]) -> bool:
+    """Whether the server has met it, as far as its books tell; the learner is one process here, whatever its ranks."""
+    if child.name == "server" or "clients" not in books:
+        return True
+    return any(child.name in (client.get("name"), client.get("role")) for client in books["clients"])
 
 
 def _see(child: Child) -> str:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from async_rl.config import Config
+from async_rl.errors import ConfigError
 
 _MAX_HEADER_BYTES = 100 << 20
 SMALL_GROUP = 4
@@ -57,16 +58,30 @@ def overview(config: Config, model: Path | None) -> Overview:
 
 
 def num_parameters(folder: Path) -> int | None:
-    """Parameters in a model folder by the headers of its safetensors files; ``None`` when there are none."""
+    """Parameters in a model folder by the headers of its safetensors files; ``None`` when there are none.
+
+    Raises:
+        ConfigError: a file is damaged or cut short.
+    """
     files = sorted(folder.glob("*.safetensors"))
     return sum(_parameters_in(file) for file in files) if files else None
 
 
 def _parameters_in(file: Path) -> int:
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(min(size, _MAX_HEADER_BYTES)))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(min(size, _MAX_HEADER_BYTES)))
+        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+        end = 8 + size + max((entry["data_offsets"][1] for entry in tensors), default=0)
+        count = sum(math.prod(entry["shape"]) for entry in tensors)
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} is no safetensors file: {error}; save or fetch the model again") from None
+    if file.stat().st_size != end:
+        raise ConfigError(
+            f"{file} is cut short: {file.stat().st_size:,} bytes, {end:,} by its header; save or fetch the model again"
+        )
+    return count
 
 
 def warnings(config: Config) -> list[str]:

@@ -41,7 +41,7 @@ def prepare_out(out: Path) -> Path:
     """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: a file of this name is there")
-    if out.is_dir() and any(out.iterdir()):
+    if out.is_dir() and any(entry.name != "logs" for entry in out.iterdir()):  # logs: of a start that was interrupted
         raise ConfigError(f"--out {out} is not empty: choose another folder, or continue that run with --resume {out}")
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -56,16 +56,18 @@ def ensure_model(
     """The model folder of a run; builds ``tiny`` or fetches ``smollm2`` into the cache when they are not there.
 
     Raises:
-        ConfigError: the folder is no model folder.
+        ConfigError: the folder is no model folder, or the cache cannot be written.
         AsyncRLError: building or fetching it failed, or ``interrupted`` became true.
     """
     from async_rl.models import cache_dir, cached_model, resolve_model
 
     path = config.model.path
     if path == "tiny" and not is_model_folder(cached_model("tiny")):
+        _check_cache(cache_dir())
         say("building and briefly supervising the tiny model (once; it stays in the cache)")
         _build([sys.executable, "-m", "learner.warmup", "--out", str(cached_model("tiny"))], env, log, interrupted)
     elif path == "smollm2" and not is_model_folder(cached_model("smollm2")):
+        _check_cache(cache_dir())
         say("fetching and converting SmolLM2-135M-Instruct (once; it stays in the cache)")
         from async_rl.smollm2 import fetch
 
@@ -73,6 +75,16 @@ def ensure_model(
     folder = Path(resolve_model(path))
     check_model_folder(folder)
     return folder
+
+
+def _check_cache(folder: Path) -> None:
+    """Refuse a cache that cannot be written, before anything is built for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the cache {folder} cannot be created: {error.strerror}; set ASYNC_RL_CACHE") from None
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"the cache {folder} cannot be written; set ASYNC_RL_CACHE to a folder that can")
 
 
 def is_model_folder(folder: Path) -> bool:
@@ -202,6 +214,20 @@ def check_connect(address: str) -> None:
     """
     if not re.fullmatch(r"tcp://(\[[^\]]+\]|[^:/*]+):\d+", address):
         raise ConfigError(f"--connect {address!r}: write it as tcp://HOST:PORT, as the learner host printed it")
+
+
+def check_chat_template(config: Config, model: Path) -> None:
+    """Check that the tokenizer can wrap prompts in a chat template, if it has to.
+
+    Raises:
+        ConfigError: ``task.chat`` is set and the model folder holds no template.
+    """
+    files = (model / "chat_template.jinja", model / "chat_template.json")
+    if not config.task.chat or any(file.is_file() for file in files):
+        return
+    settings = model / "tokenizer_config.json"
+    if not settings.is_file() or "chat_template" not in json.loads(settings.read_text()):
+        raise ConfigError(f"task.chat = true, but {model} has no chat template: set task.chat = false")
 
 
 def check_limits(config: Config, model: Path) -> None:

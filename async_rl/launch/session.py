@@ -127,6 +127,7 @@ def _configure(
         raise ConfigError(
             f"--resume {resume}: all {config.steps} steps are done; go further with --set steps={2 * done}"
         )
+    num_parameters(checkpoint / "hf")
     return config, resume.resolve(), checkpoint.resolve()
 
 
@@ -142,6 +143,8 @@ def _check(
     model = preflight.ensure_model(
         config, env, out / "logs" / "warmup.log", console.print, lambda: interrupts.count > 0
     )
+    preflight.check_limits(config, model)
+    preflight.check_chat_template(config, model)
     preflight.check_shared_memory((num_parameters(model) or 0) * 4)
     return model
 
@@ -190,12 +193,16 @@ def _finish(out: Path, outcome: Outcome, console: Console) -> int:
     """Write what sums the run up, say how it ended; the exit code."""
     from async_rl.report.page import write_report
 
-    summary = write_summary(out, outcome)
-    write_trace(out)
-    page = write_report(out)
+    try:
+        summary = write_summary(out, outcome)
+        write_trace(out)
+        page = write_report(out)
+    except OSError as error:
+        raise AsyncRLError(f"the run {outcome.status}: {outcome.reason}\n{out} cannot be written: {error}") from None
     if outcome.status == "failed":
         raise AsyncRLError(f"the run failed: {outcome.reason}\nreport: {page}")
-    console.print(f"{outcome.status} after {summary['steps']} steps, {outcome.wall_s:.0f} s; report: {page}")
-    if outcome.status == "stopped":
+    took = f"{summary['steps']} steps, {outcome.wall_s:.0f} s"
+    console.print(f"{outcome.status} after {took}: {outcome.reason}; report: {page}")
+    if outcome.status == "stopped" and RunFolder(out).latest_checkpoint():
         console.print(f"continue with: async-rl run --resume {out}")
     return outcome.exit_code

@@ -12,15 +12,17 @@ def kl_adaptive_lr(lr: float, kl: float, target: float) -> float:
 
         kl > 2 target: lr / 1.5        kl < target / 2: 1.5 lr        limits 1e-6 and 1e-2
 
+    A rate beyond a limit is left where it is.
+
     Args:
         lr: present learning rate.
         kl: KL between behaviour and current policy, over all ranks.
         target: wanted KL.
     """
     if kl > 2 * target:
-        return max(LOWEST_LR, lr / _FACTOR)
+        return max(min(LOWEST_LR, lr), lr / _FACTOR)
     if kl < target / 2:
-        return min(HIGHEST_LR, lr * _FACTOR)
+        return min(max(HIGHEST_LR, lr), lr * _FACTOR)
     return lr
 
 

@@ -11,7 +11,9 @@ import pytest
 from rich.console import Console
 from run_folder import make_run
 
+from async_rl import cli
 from async_rl.config import parse_config
+from async_rl.errors import ConfigError
 from async_rl.launch.overview import format_bytes, format_seconds, overview, print_overview
 from async_rl.launch.progress import Glance, Pace, PlainDisplay, one_line, panel
 
@@ -158,12 +160,28 @@ def test_the_overview_says_what_the_numbers_mean_together(tmp_path):
     assert (view.tickets_in_flight, view.staleness_bound) == (40, 3)  # (3 + 1) · 10
     assert (view.staleness_waiting, view.staleness_ahead) == (1, 3)
     assert view.weight_bytes == 25 * 2
+
     screen = console()
     print_overview(screen, config, tmp_path, tmp_path / "out")
     text = screen.file.getvalue()
     assert "10 groups × 3 = 30 sequences" in text
     assert "warning: sampling.group_size = 3" in text
     assert str(tmp_path / "out") in text
+
+
+def test_a_damaged_model_file_is_a_sentence_before_anything_starts(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(3, 5)}, file)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match="is cut short"):
+        overview(parse_config({}), tmp_path)
+    for content in (b"", b"short", b"\2\0\0\0\0\0\0\0[]", b'\7\0\0\0\0\0\0\0{"a":1}', bytes(range(256))):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match="is no safetensors file"):
+            overview(parse_config({}), tmp_path)
 
 
 def test_synchronous_training_expects_no_staleness():
@@ -184,3 +202,36 @@ def test_bytes_are_shown_with_the_digits_that_matter(count, text):
 )
 def test_durations_are_shown_in_the_unit_that_matters(seconds, text):
     assert format_seconds(seconds) == text
+
+
+def test_a_configuration_that_is_no_text_and_a_cache_that_cannot_be_made_are_sentences(tmp_path):
+    (tmp_path / "c.toml").write_bytes(b"\xff\xfe")
+    done = subprocess.run([*COMMAND, "run", str(tmp_path / "c.toml")], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "cannot be read" in done.stderr
+    assert "Traceback" not in done.stderr
+    env = {**os.environ, "ASYNC_RL_CACHE": str(tmp_path / "c.toml" / "cache")}
+    command = [*COMMAND, "run", "arithmetic", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 2
+    assert "set ASYNC_RL_CACHE" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_trouble_with_the_disk_is_a_sentence(tmp_path, monkeypatch, capsys):
+    def full() -> None:
+        raise OSError(28, "No space left on device", "/somewhere/summary.json")
+
+    monkeypatch.setattr(cli, "app", full)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "async-rl: [Errno 28] No space left on device: '/somewhere/summary.json'\n"
+
+
+def test_damaged_files_of_a_run_are_left_out_of_its_report(tmp_path):
+    out = make_run(tmp_path)
+    for name in ("books.json", "summary.json", "metrics.jsonl"):
+        (out / name).write_bytes(bytes(range(128, 256)) * 9)
+    done = subprocess.run([*COMMAND, "report", str(out)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

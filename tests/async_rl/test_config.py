@@ -25,6 +25,15 @@ def test_an_unknown_key_names_the_nearest_known_one():
         ({"task": {"name": "jsonl"}}, "task.data"),
         ({"buffer": {"stragglers": "drop"}}, "stragglers"),
         ({"steps": "many"}, "steps"),
+        ({"steps": True}, "valid integer"),
+        ({"steps": "3"}, "valid integer"),
+        ({"steps": 1 << 62}, "must be below"),
+        ({"seed": 1 << 99}, "must be below"),
+        ({"log": {"wandb": 1}}, "valid boolean"),
+        ({"learner": {"lr": float("inf")}}, "finite"),
+        ({"learner": {"betas": [0.9, 1.0]}}, r"learner\.betas\.1 = 1\.0"),
+        ({"weights": {"chunk_bytes": 1025}}, "multiple of 4"),
+        ({"sampling": {"group_size": 65_537}}, "less than or equal to 65536"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_field_and_remedy(raw, message):
@@ -35,7 +44,7 @@ def test_what_makes_no_sense_is_refused_with_field_and_remedy(raw, message):
 def test_the_resolved_file_reads_back_as_the_same_configuration(tmp_path):
     config = parse_config(
         {
-            "name": 'quote " and ü',
+            "name": 'quote " and ü, \x7f, \\ and \n',
             "seed": 3,
             "learner": {"lr": 1e-5, "betas": [0.8, 0.9]},
             "buffer": {"stragglers": "reissue"},

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from buffer_helpers import make
 
-from async_rl.data import age, make_group, oldest_version, token_trajectory
+from async_rl.data import age, is_correct, make_group, oldest_version, token_trajectory
 
 
 def trajectory(versions=(3, 4), reward=1.0):
@@ -60,3 +60,13 @@ def test_bytes_are_those_of_all_arrays():
 def test_groups_are_immutable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         make(0).ordinal = 3  # type: ignore[misc]
+
+
+def test_a_reward_of_one_or_more_is_correct():
+    assert is_correct(np.asarray([2.0, 1.0, 0.999, -1.0, np.nan], np.float32)).tolist() == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]

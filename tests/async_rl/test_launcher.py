@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from async_rl.config import parse_config
 from async_rl.errors import ConfigError
 from async_rl.launch import launcher as launcher_module
 from async_rl.launch import preflight
@@ -19,6 +20,7 @@ from async_rl.launch.commands import Commands, assign_gpus, visible_gpus
 from async_rl.launch.interrupts import Interrupts
 from async_rl.launch.launcher import Launcher, local_address
 from async_rl.launch.session import _configure
+from async_rl.runfolder import CHECKPOINT_FILES
 
 # Runs until OUT/exit_NAME holds an exit code; the text of OUT/say_NAME is its last word.
 STAND_IN = """
@@ -234,6 +236,42 @@ def test_a_learner_that_was_only_starting_when_the_run_was_stopped_is_no_failure
     ran = launch(turn)
     assert (ran.outcome.status, ran.outcome.reason) == ("stopped", "asked to stop")
     assert "learner" in ran.display.notes[0]
+
+
+def test_after_a_stop_what_never_joined_is_ended_without_waiting_for_it(launch, tmp_path):
+    def turn(line):
+        if line.turns == 2:
+            clients = [{"name": "actor0", "role": "actor"}, {"name": "launcher-1", "role": "monitor"}]
+            (tmp_path / "books.json").write_text(json.dumps({"status": "stopped", "clients": clients}))
+            line.queue.append(({"type": "stop", "reason": "asked to stop", "error": False}, []))
+            (tmp_path / "exit_server").write_text("0")
+            (tmp_path / "exit_actor0").write_text("0")
+
+    ran = launch(turn)
+    assert ran.outcome.status == "stopped"
+    assert ran.seconds < launcher_module.FAILED_S / 2
+    codes = {child.name: child.exit_code for child in ran.launcher.children}
+    assert codes == {"server": 0, "actor0": 0, "learner": -signal.SIGTERM, "evaluator": -signal.SIGTERM}
+
+
+def test_a_rank_that_was_killed_is_named_with_its_signal_instead_of_the_backends_words(launch, tmp_path):
+    report = (
+        "[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: Connection reset by peer\n"
+        "E1129 16:46:26.243000 22981 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9) "
+        "local_rank: 1 (pid: 23151) of binary: python3\nTraceback (most recent call last):\n  ChildFailedError:\n"
+        "====\nlearner.main FAILED\n----\n  traceback : Signal 9 (SIGKILL) received\n====\nafter the report"
+    )
+
+    def turn(line):
+        if line.turns == 2:
+            (tmp_path / "say_learner").write_text(report)
+            line.queue.append(({"type": "stop", "reason": "learner0: rank 0 has lost the others", "error": True}, []))
+            line.end_all(1)
+
+    ran = launch(turn)
+    assert ran.outcome.reason == "learner0: rank 0 has lost the others; rank 1 was ended by SIGKILL"
+    assert tail(tmp_path / "logs/learner.log", 2)[1] == "after the report"
+    assert "FAILED" not in "\n".join(tail(tmp_path / "logs/learner.log", 99))
 
 
 def test_when_the_last_actor_is_given_up_the_run_fails_and_says_why(launch, tmp_path):
@@ -462,6 +500,28 @@ def test_a_model_folder_is_checked_before_it_is_loaded(tmp_path, files, fault):
         preflight.check_model_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"eos_token_id": None}, "has an eos_token_id; add one"),
+        ({"vocab_size": None}, "vocab_size = None"),
+        ({"n_positions": None}, "max_position_embeddings = None"),
+        ({"n_positions": 16}, "reads at most 16 tokens"),
+    ],
+)
+def test_what_a_run_reads_from_the_models_configuration_is_checked_first(tmp_path, change, fault):
+    # the names of GPT-2
+    model = {"architectures": ["GPT2LMHeadModel"], "eos_token_id": 2, "vocab_size": 128, "n_positions": 17}
+    for name in ("m.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    preflight.check_model_folder(tmp_path)
+    preflight.check_limits(parse_config({}), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(model | change))
+    with pytest.raises(ConfigError, match=fault):
+        preflight.check_limits(parse_config({}), tmp_path)
+
+
 def test_what_the_user_has_set_in_the_environment_stays(tmp_path):
     env = preflight.child_environment({"OMP_NUM_THREADS": "7", "PYTHONPATH": "/x"}, tmp_path)
     assert (env["OMP_NUM_THREADS"], env["OMP_WAIT_POLICY"], env["HF_HUB_OFFLINE"]) == ("7", "PASSIVE", "1")
@@ -475,9 +535,9 @@ def test_resume_needs_a_complete_checkpoint_and_the_same_contract(tmp_path):
     with pytest.raises(ConfigError, match="no run folder"):
         _configure(None, [], None, tmp_path)
     (tmp_path / "config.toml").write_text(to_toml(config))
-    for step, names in {4: ("trainer.json", "ledger.json"), 8: ("trainer.json",)}.items():
+    for step, names in {4: CHECKPOINT_FILES, 8: CHECKPOINT_FILES[:-1]}.items():
         folder = tmp_path / "checkpoints" / f"step_{step}"
-        folder.mkdir(parents=True)
+        (folder / "hf").mkdir(parents=True)
         for name in names:
             (folder / name).write_text(json.dumps({}))
     resumed, folder, checkpoint = _configure(None, ["steps=12"], None, tmp_path)
@@ -488,3 +548,6 @@ def test_resume_needs_a_complete_checkpoint_and_the_same_contract(tmp_path):
         _configure(None, ["steps=4"], None, tmp_path)
     with pytest.raises(ConfigError, match="leave --out away"):
         _configure(None, [], tmp_path / "other", tmp_path)
+    (tmp_path / "checkpoints/step_4/hf/model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ConfigError, match=r"step_4/hf/model\.safetensors is no safetensors file"):
+        _configure(None, [], None, tmp_path)

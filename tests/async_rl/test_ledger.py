@@ -248,6 +248,41 @@ def test_arrays_that_contradict_each_other_are_refused():
     assert books.submit("a", group, 0.0).reason == "bad_logprobs"
 
 
+@pytest.mark.parametrize(
+    ("array", "index", "value", "reason"),
+    [
+        ("tokens", 1, 50, "token_outside_vocabulary"),
+        ("tokens", 0, -1, "token_outside_vocabulary"),
+        ("logprobs", 2, 0.5, "bad_logprobs"),
+        ("logprobs", 2, -1e30, "bad_logprobs"),
+        ("loss_mask", 0, 1, "no_prompt"),
+        ("loss_mask", 1, 1, "too_many_tokens"),
+    ],
+)
+def test_what_the_learner_could_not_compute_with_is_refused(array, index, value, reason):
+    books = ledger(vocabulary=50, context=3, max_new_tokens=1)
+    (ticket, *_) = issue_all(books)
+    group = answer(ticket)  # two trajectories: two prompt tokens, one sampled
+    arrays = {name: values.copy() for name, values in group.arrays.items()}
+    arrays[array][index] = value
+    if array == "loss_mask":
+        arrays["versions"][index] = 0
+    object.__setattr__(group, "arrays", arrays)
+    assert books.submit("a", group, 0.0).reason == reason
+    assert books.failed == {reason: 1}
+
+
+def test_every_trajectory_must_hold_a_sampled_token_and_fit_the_model():
+    books = ledger(vocabulary=50, context=3, max_new_tokens=2)
+    first, second, *_ = issue_all(books)
+    assert books.submit("a", answer(first, versions=(0, 0)), 0.0).reason == "too_long"
+    group = answer(second)
+    arrays = {name: values.copy() for name, values in group.arrays.items()}
+    arrays["loss_mask"][:3], arrays["versions"][:3] = 0, -1
+    object.__setattr__(group, "arrays", arrays)
+    assert books.submit("a", group, 0.0).reason == "nothing_sampled"
+
+
 def test_useless_groups_are_filtered_and_a_fresh_ordinal_takes_their_place():
     books = ledger(max_staleness=0, replace_zero_variance=True)
     first, second = issue_all(books)

@@ -42,6 +42,7 @@ def test_a_resumed_run_drops_the_steps_that_it_trains_again_and_a_torn_line(tmp_
     second.write(3, {"x": 30.0})
     second.close()
     assert [(r["step"], r["x"]) for r in rows(tmp_path)] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [r["session"] for r in rows(tmp_path)] == [0, 0, 0, 3]
 
 
 def test_a_sink_that_fails_is_switched_off_with_one_warning_and_the_file_goes_on(tmp_path, monkeypatch, capsys):

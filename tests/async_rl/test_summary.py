@@ -60,6 +60,15 @@ def test_one_step_has_no_rate():
     }
 
 
+def test_the_pause_between_two_sessions_is_no_time_of_work():
+    rows = [
+        {"step": step, "session": session, "time": time, "tokens/step": 10.0}
+        for step, session, time in ((0, 0, 0.0), (1, 0, 2.0), (2, 2, 5000.0), (3, 2, 5003.0))
+    ]
+    # steps 1 and 3: 20 tokens in 2 + 3 seconds
+    assert throughput(rows, {})["trained_tokens_per_s"] == 4.0
+
+
 def test_spans_of_one_state_that_touch_are_joined_and_seconds_add_up():
     timeline = [
         {"name": "a", "role": "actor", "spans": [["generating", 0.0, 1.0], ["generating", 1.0, 3.0]]},

@@ -168,3 +168,22 @@ def test_any_value_in_any_place_of_a_header_is_decoded_or_refused(place, value, 
         decode_groups(unpack_header(pack_header(header)), frames)
     except WireError:
         return
+
+
+@pytest.mark.parametrize("nested", [b"\x91", b"\x81\xa1k"])
+def test_a_header_that_would_overflow_the_stack_of_its_reader_is_refused(nested):
+    for depth in (31, 32, 500, 1000):
+        frame = b"\x82\xa4type\xa4beat\xa4deep" + nested * depth + b"\x01"
+        if depth < 32:
+            assert unpack_header(frame)["type"] == "beat"
+        else:
+            with pytest.raises(WireError, match=r"too_deep|bad_msgpack"):
+                unpack_header(frame)
+
+
+@pytest.mark.parametrize("shape", [[0, 1 << 39, 1 << 39], [1 << 39, 0, 1 << 39], [6, 0, 1 << 39]])
+def test_an_empty_array_of_impossible_shape_is_refused(shape):
+    header, frames = roundtrip([make(0)])
+    header["groups"][0]["arrays"].append(["x", "float64", shape])
+    with pytest.raises(WireError, match="bad_shape"):
+        decode_groups(header, [*frames, b""])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -23,6 +24,8 @@ def main() -> None:
     group.broadcast_flat(updater.flat)
     if scenario == "differ":
         differ(group, updater, out)
+    elif scenario == "lose":
+        lose(group, updater, out)
     else:
         train(group, updater, out)
     group.close()
@@ -52,6 +55,16 @@ def differ(group: LearnerGroup, updater: Updater, out: Path) -> None:
         group.check_equal(updater.flat)
     except AsyncRLError as error:
         out.with_suffix(f".{group.rank}").write_text(str(error))
+
+
+def lose(group: LearnerGroup, updater: Updater, out: Path) -> None:
+    """Rank 1 leaves without a word; rank 0 says what that looks like."""
+    if group.rank == 1:
+        os._exit(0)
+    try:
+        group.all_reduce_flat(updater.flat)
+    except AsyncRLError as error:
+        out.write_text(str(error))
 
 
 if __name__ == "__main__":

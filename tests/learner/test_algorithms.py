@@ -142,6 +142,9 @@ def test_extreme_and_undefined_ratios_fall_into_the_histogram_too():
         (3e-4, 0.005, 3e-4),
         (1.2e-6, 1.0, 1e-6),  # limits
         (9e-3, 0.0, 1e-2),
+        (5e-7, 1.0, 5e-7),  # beyond a limit it stays: a high KL never raises it, a low one never lowers it
+        (0.0, 1.0, 0.0),
+        (2e-2, 0.0, 2e-2),
     ],
 )
 def test_kl_adaptive_learning_rate(lr, kl, expected):

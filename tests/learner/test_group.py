@@ -71,3 +71,11 @@ def test_ranks_whose_parameters_differ_stop_and_name_the_tensor(tmp_path):
     for rank in (0, 1):
         said = (tmp_path / f"said.{rank}").read_text()
         assert "different parameters: lm_head.weight;" in said
+
+
+@pytest.mark.real
+def test_a_rank_that_is_lost_is_one_sentence_on_the_others(tmp_path):
+    run_ranks(2, "lose", tmp_path / "said")
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("rank 0 has lost the others: one has died, or did not join a collective within learner.tim")
+    assert "\n" not in said

@@ -1,5 +1,6 @@
 """Processes that die and join, a learner that is killed and resumed, and input that is the user's mistake."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -10,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.client import Client
+from async_rl.config import load_config
+from async_rl.data import Group, make_group, token_trajectory
+from async_rl.protocol import Ticket
 from tests.system.conftest import (
     assert_sound,
     command,
@@ -117,6 +122,74 @@ def test_after_sigkill_of_the_learner_the_run_resumes_and_trains_each_task_once(
     assert ordinals == list(range(40 * 8))  # nothing skipped, nothing repeated
 
 
+def test_an_actor_that_is_told_to_end_is_started_again(tmp_path, small):
+    out = tmp_path / "run"
+    small |= {"steps": 30, "checkpoint.every": 0, "eval.every": 0}
+    launcher = start("run", "arithmetic", *overrides(small), "--out", str(out), log=tmp_path / "run.log")
+    try:
+        wait_until(lambda: steps_of(out) >= 3, "three steps")
+        (actor,) = child_pids("actors.main", out)
+        os.kill(actor, signal.SIGTERM)
+        assert launcher.wait(120) == 0
+    finally:
+        launcher.kill()
+        launcher.wait(10)
+    assert assert_sound(out, bound=2, steps=30)["restarts"] == {"actor0": 1}
+
+
+def hostile(group: Group, fault: str) -> Group:
+    """The group with one array made wrong in a way that only the learner would notice."""
+    arrays = {name: values.copy() for name, values in group.arrays.items()}
+    if fault == "vocabulary":
+        arrays["tokens"][:] = 1 << 30
+    elif fault == "no prompt":
+        arrays["loss_mask"][:], arrays["versions"][:] = 1, 0
+    else:
+        arrays["logprobs"][:] = -1e30
+    return dataclasses.replace(group, arrays=arrays)
+
+
+def test_no_group_of_an_actor_can_bring_the_learner_down(tmp_path, small):
+    out = tmp_path / "run"
+    small |= {"steps": 8, "eval.every": 0}
+    faults = iter(("vocabulary", "no prompt", "logprobs"))
+    launcher = start("run", "arithmetic", *overrides(small), "--out", str(out), log=tmp_path / "run.log")
+    try:
+        address = wait_until(lambda: server_of(out), "the server")["address"]
+        contract = load_config(str(out / "config.toml")).contract_hash()
+        with Client(address, "actor", "hostile", contract) as client:
+            manifest = client.connect(60)["manifest"]
+            while manifest is None:
+                manifest = next((h["manifest"] for h, _ in client.receive(5) if h["type"] == "version"), None)
+            client.send("live", version=manifest["version"], checksum=manifest["checksum"])
+            client.send("credit", count=3)
+            answers = []
+            while len(answers) < 3:
+                for header, _ in client.receive(5):
+                    for ticket in header.get("tickets", []) if header["type"] == "tickets" else []:
+                        client.send_groups([hostile(group_for(Ticket.from_wire(ticket)), next(faults))])
+                    answers += header["results"] if header["type"] == "ack" else []
+        assert launcher.wait(120) == 0
+    finally:
+        launcher.kill()
+        launcher.wait(10)
+    assert sorted(a[3] for a in answers) == ["bad_logprobs", "no_prompt", "token_outside_vocabulary"]
+    assert_sound(out, bound=2, steps=8)
+
+
+def group_for(ticket: Ticket) -> Group:
+    """What an honest actor would submit."""
+    trajectory = token_trajectory(
+        prompt=[49, 43, 50], completion=[51, 2], logprobs=[-1.0, -1.0], versions=[ticket.version] * 2, reward=0.5
+    )
+    return make_group(
+        ordinal=ticket.ordinal,
+        attempt=ticket.attempt,
+        task_index=ticket.task_index,
+        trajectories=[trajectory] * ticket.group_size,
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -125,10 +198,13 @@ def test_after_sigkill_of_the_learner_the_run_resumes_and_trains_each_task_once(
         ({"task.data": "/no/such/file.jsonl"}, "/no/such/file.jsonl"),
         ({"sampling.group_size": 1}, "group_size = 1"),
         ({"sampling.top_p": 0.9}, "top_p"),
+        ({"task.chat": True}, "chat template"),
         ({"task.verifier": "no_such_module:f"}, "no_such_module"),
         ({"task.verifier": "user_verifiers:missing"}, "missing"),
         ({"buffer.bind": "tcp://0.0.0.0:*"}, "insecure"),
         ({"actors.engine": "tpu"}, "actors.engine"),
+        ({"sampling.max_new_tokens": 600}, "reads at most 512 tokens"),
+        ({"learner.lr": "inf"}, "learner.lr = inf"),
     ],
 )
 def test_a_users_mistake_is_one_sentence(tmp_path, small, change, says):
@@ -191,3 +267,24 @@ def test_own_model_and_data_are_trained_with_an_own_verifier(tmp_path, small):
     done = run("run", "arithmetic", *overrides(small | {"task.data": str(data)}), "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     assert_sound(out, bound=2, steps=4)
+
+
+def test_problems_that_do_not_fit_the_model_are_left_out_on_both_sides(tmp_path, small):
+    out, data = tmp_path / "run", tmp_path / "problems.jsonl"
+    prompts = [f"{n}=" if n % 3 else "9" * 600 + f"{n}" for n in range(100)]
+    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    done = run("run", "arithmetic", *overrides(small | {"task.data": str(data)}), "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    evaluation = assert_sound(out, bound=2, steps=4)["eval"]
+    assert evaluation["problems"] + evaluation["skipped"] == 20
+    assert 0 < evaluation["skipped"] < 20
+    assert json.loads((out / "books.json").read_text())["filtered"]["prompt_refused"] > 0
+
+
+def test_data_of_which_nothing_fits_the_model_ends_the_run_at_once(tmp_path, small):
+    data = tmp_path / "problems.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "9" * 600 + str(n)}) + "\n" for n in range(50)))
+    done = run("run", "arithmetic", *overrides(small | {"task.data": str(data)}), "--out", str(tmp_path / "run"))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "256 prompts in a row were refused; the last: request" in done.stderr
+    assert not processes_of(tmp_path / "run")
