@@ -89,11 +89,12 @@ class Rollout:
         self._client, self._engine, self._receiver, self._verifiers = client, engine, receiver, verifiers
         self._problems, self._encode, self._decode, self._timer = problems, encode, decode, timer
         self._generating: dict[int, Work] = {}
-        self._scoring: dict[int, Work] = {}
+        self._scoring: dict[int, Work] = {}  # by verifier call
         self._newest: Manifest | None = None
         self._usable = False
         self._stop: Stop | None = None
         self._offered = 0
+        self._calls = 0
         self._verifier_failures = 0
         self._refused = 0
         self._commit_failures = 0
@@ -254,9 +255,10 @@ class Rollout:
         columns = {k: [v] * size for k, v in work.problem.columns.items()}
         columns["completion_ids"] = [c.tokens.tolist() for c in work.completions]
         columns["finish_reasons"] = [c.finish_reason for c in work.completions]
-        self._scoring[work.ticket.ordinal] = work
+        self._calls += 1  # not the ordinal: an old attempt at it may still be with the verifiers
+        self._scoring[self._calls] = work
         texts = [self._decode(c.tokens) for c in work.completions]
-        self._verifiers.submit(work.ticket.ordinal, [work.problem.prompt] * size, texts, columns)
+        self._verifiers.submit(self._calls, [work.problem.prompt] * size, texts, columns)
 
     def _score(self) -> None:
         groups = []

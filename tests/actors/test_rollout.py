@@ -1,0 +1,286 @@
+"""The rollout loop between fakes: a server that hands out messages, an engine and verifiers that answer at once."""
+
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from actors.engines.base import Completion
+from actors.receiver import Prepared
+from actors.rollout import MAX_COMMIT_FAILURES, MAX_VERIFIER_FAILURES, Rollout
+from actors.verify import Verdict
+from async_rl.config import parse_config
+from async_rl.errors import WeightsError
+from async_rl.protocol import Ticket
+from async_rl.tasks import Problem
+from async_rl.timer import StateTimer
+from async_rl.weights.manifest import Manifest, chunk_checksums, combine
+
+SIZE = 2
+
+
+def manifest(version):
+    chunks = chunk_checksums(memoryview(b"abcd"), 4)
+    return Manifest(
+        version=version,
+        run_id="r",
+        tensors=(),
+        nbytes=4,
+        chunk_bytes=4,
+        chunks=chunks,
+        checksum=combine(chunks),
+        segment="s",
+        host="h",
+    )
+
+
+class Readable:
+    """A descriptor that is always readable, so that the loop never sleeps."""
+
+    def __init__(self):
+        self.descriptor = os.eventfd(1)
+
+    def fileno(self):
+        return self.descriptor
+
+
+@dataclass
+class Server(Readable):
+    script: list
+    sent: list = field(default_factory=list)
+    groups: list = field(default_factory=list)
+
+    def __post_init__(self):
+        super().__init__()
+
+    def receive(self, timeout_s):
+        if not self.script:
+            return [({"type": "stop", "reason": "end of the script", "error": False}, [])]
+        turn = self.script.pop(0)
+        return turn(self) if callable(turn) else turn
+
+    def send(self, kind, **fields):
+        self.sent.append((kind, fields))
+
+    def send_groups(self, groups):
+        self.groups += groups
+
+    def of(self, kind):
+        return [fields for sent, fields in self.sent if sent == kind]
+
+
+class Engine:
+    """Completes every request in the step after it was submitted."""
+
+    def __init__(self, broken=0):
+        self.version, self.queue, self.aborted, self.broken = -1, [], [], broken
+
+    @property
+    def num_running(self):
+        return sum(r.num_samples for r in self.queue)
+
+    def fileno(self):
+        return None
+
+    def submit(self, requests):
+        if len(requests[0].prompt) > 3:
+            raise ValueError("too long")
+        self.queue += requests
+
+    def abort(self, ids):
+        self.aborted += ids
+        self.queue = [r for r in self.queue if r.id not in ids]
+
+    def step(self, timeout_s):
+        done, self.queue = self.queue, []
+        return [
+            Completion(
+                request_id=r.id,
+                sample=s,
+                tokens=np.asarray([7, s], np.int32),
+                logprobs=np.asarray([-1.0, -2.0], np.float32),
+                versions=np.full(2, self.version, np.int32),
+                finish_reason="stop",
+            )
+            for r in done
+            for s in reversed(range(r.num_samples))
+        ]
+
+    def load_weights(self, published, data):
+        if self.broken:
+            self.broken -= 1
+            raise WeightsError("torn")
+        self.version = published.version
+        return published.checksum
+
+
+class Receiver(Readable):
+    """Prepares at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.prepared, self.fetched = None, []
+
+    def fetch(self, published):
+        self.fetched.append(published.version)
+        self.prepared = Prepared(manifest=published, data=memoryview(b"abcd"), transfer_s=0.5, path="shm")
+
+    def ready(self):
+        prepared, self.prepared = self.prepared, None
+        return prepared
+
+
+class Verifiers:
+    """Verdicts come when they are released."""
+
+    next_deadline = None
+
+    def __init__(self, rewards=(0.0, 1.0), outcome="ok", hold=False):
+        self.rewards, self.outcome, self.hold, self.calls = list(rewards), outcome, hold, []
+
+    def submit(self, key, prompts, completions, columns):
+        self.calls.append((key, prompts, completions, columns))
+
+    def poll(self):
+        if self.hold:
+            return []
+        calls, self.calls = self.calls, []
+        rewards = self.rewards if self.outcome == "ok" else None
+        return [Verdict(key=key, rewards=rewards, outcome=self.outcome, detail="why") for key, *_ in calls]
+
+    def filenos(self):
+        return []
+
+
+def tickets(*ordinals, attempt=0):
+    wire = [Ticket(o, attempt, o % 2, SIZE, 0, 60.0).to_wire() for o in ordinals]
+    return [({"type": "tickets", "tickets": wire}, [])]
+
+
+def roll(script, engine=None, verifiers=None, first=0):
+    config = parse_config({"sampling": {"group_size": SIZE}, "actors": {"slots": 8}, "buffer": {"groups_per_step": 4}})
+    server = Server(script)
+    receiver = Receiver()
+    rollout = Rollout(
+        config=config,
+        name="actor",
+        client=server,
+        engine=engine or Engine(),
+        receiver=receiver,
+        verifiers=verifiers or Verifiers(),
+        problems=[Problem("1+1=", {"answer": "2"}), Problem("2+2=", {"answer": "4"})],
+        encode=lambda problem: (5, 6) if problem.prompt == "1+1=" else (5,),
+        decode=lambda ids: " ".join(map(str, ids)),
+        timer=StateTimer(),
+    )
+    return rollout.run(manifest(first)), server, rollout, receiver
+
+
+def test_a_ticket_becomes_a_scored_group_in_sample_order():
+    verifiers = Verifiers(hold=True)
+    script = [[], tickets(4), [], lambda server: setattr(verifiers, "hold", False) or [], [], []]
+    stop, server, rollout, _ = roll(script, verifiers=verifiers)
+    assert (stop.reason, stop.error) == ("end of the script", False)
+    (group,) = server.groups
+    assert (group.ordinal, group.attempt, group.task_index) == (4, 0, 0)
+    assert group.arrays["tokens"].tolist() == [5, 6, 7, 0, 5, 6, 7, 1]
+    assert group.arrays["loss_mask"].tolist() == [0, 0, 1, 1] * 2
+    assert group.arrays["versions"].tolist() == [-1, -1, 0, 0] * 2
+    assert group.rewards.tolist() == [0.0, 1.0]
+    assert group.meta["completions"] == ["7 0", "7 1"]  # ordinal 4 is the first of a step, whose text is kept
+    assert rollout.counts["generated_tokens"] == 4
+
+
+def test_verifiers_get_the_columns_the_ids_and_the_finish_reasons():
+    seen = []
+    verifiers = Verifiers()
+    submit = verifiers.submit
+    verifiers.submit = lambda *call: seen.append(call) or submit(*call)
+    roll([[], tickets(1), [], []], verifiers=verifiers)
+    (_, prompts, completions, columns) = seen[0]
+    assert (prompts, completions) == (["2+2="] * 2, ["7 0", "7 1"])
+    assert columns == {
+        "answer": ["4", "4"],
+        "completion_ids": [[7, 0], [7, 1]],
+        "finish_reasons": ["stop", "stop"],
+    }
+
+
+def test_an_old_attempt_with_the_verifiers_is_not_mistaken_for_the_new_one():
+    verifiers = Verifiers(hold=True)
+    release = lambda server: setattr(verifiers, "hold", False) or []  # noqa: E731
+    _, server, _, _ = roll([[], tickets(2), [], tickets(2, attempt=1), [], release, [], []], verifiers=verifiers)
+    assert [(g.ordinal, g.attempt) for g in server.groups] == [(2, 0), (2, 1)]
+
+
+def test_a_cancelled_ticket_is_dropped_but_not_its_successor():
+    engine = Engine()
+    cancel = [({"type": "cancel", "tickets": [[3, 0]]}, [])]
+    _, server, _, _ = roll([[], tickets(3) + cancel, tickets(3, attempt=1) + cancel, [], []], engine=engine)
+    assert engine.aborted == [3]
+    assert [(g.ordinal, g.attempt) for g in server.groups] == [(3, 1)]
+
+
+def test_a_version_is_live_with_its_checksum_and_credit_follows():
+    announce = [({"type": "version", "manifest": manifest(1).to_wire()}, [])]
+    _, server, _, _ = roll([[], announce, []])
+    live = server.of("live")
+    assert [(m["version"], m["checksum"], m["transfer_s"]) for m in live] == [
+        (0, manifest(0).checksum, 0.5),
+        (1, manifest(1).checksum, 0.5),
+    ]
+    assert server.of("credit") == [{"count": 5}]  # 8 slots hold 4 groups of 2, and one more waits
+
+
+def test_unproven_weights_are_fetched_again_and_nothing_is_decoded_before():
+    engine = Engine(broken=2)
+    _, server, rollout, receiver = roll([[], tickets(0), [], [], []], engine=engine)
+    assert receiver.fetched == [0, 0, 0]
+    assert rollout.counts["weights_refused"] == 2
+    assert [m["version"] for m in server.of("live")] == [0]
+    assert len(server.groups) == 1
+
+
+def test_an_engine_that_never_holds_what_is_published_is_an_error():
+    with pytest.raises(WeightsError, match=f"{MAX_COMMIT_FAILURES} versions in a row could not be committed"):
+        roll([[]] * 20, engine=Engine(broken=99))
+
+
+@pytest.mark.parametrize(
+    ("verifiers", "reason"),
+    [
+        (Verifiers(outcome="timeout"), "verifier_timeout"),
+        (Verifiers(rewards=[1.0, float("nan")]), "verifier_bad_reward"),
+    ],
+)
+def test_what_cannot_be_scored_is_given_up_and_often_in_a_row_ends_the_run(verifiers, reason):
+    ordinals = range(MAX_VERIFIER_FAILURES)
+    _, server, _, _ = roll([[], *[tickets(o) for o in ordinals], [], []], verifiers=verifiers)
+    failed = server.of("fail")
+    assert [f["ordinal"] for f in failed] == list(ordinals)
+    assert {(f["reason"], f["final"]) for f in failed} == {(reason, True)}
+    (fatal,) = server.of("fatal")
+    assert f"failed {MAX_VERIFIER_FAILURES} times in a row" in fatal["reason"]
+    assert server.groups == []
+
+
+def test_a_prompt_that_does_not_fit_is_given_up_for_good():
+    server = Server([])
+    config = parse_config({"sampling": {"group_size": SIZE}})
+    rollout = Rollout(
+        config=config,
+        name="actor",
+        client=server,
+        engine=Engine(),
+        receiver=Receiver(),
+        verifiers=Verifiers(),
+        problems=[Problem("long", {})],
+        encode=lambda problem: (5,) * 9,
+        decode=str,
+        timer=StateTimer(),
+    )
+    server.script = [[], [({"type": "tickets", "tickets": [Ticket(0, 0, 0, SIZE, 0, 60.0).to_wire()]}, [])], []]
+    rollout.run(manifest(0))
+    assert [(f["ordinal"], f["reason"], f["final"]) for f in server.of("fail")] == [(0, "prompt_refused", True)]
+    assert rollout.in_flight() == []
