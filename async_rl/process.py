@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from async_rl.errors import AsyncRLError
 
@@ -51,6 +52,17 @@ def rss_bytes() -> int:
     """Resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
+
+
+def leave() -> NoReturn:
+    """End with exit code 0 at once, for a process that has closed everything it had.
+
+    Threads of a collective backend may still be ending when the interpreter tears down native objects; once in many
+    runs that aborts the process, and a run that has completed would be called failed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def run_guarded(main: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from async_rl.client import Client, Stopped
 from async_rl.config import Config, load_config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.models import check_head, load_causal_lm, load_tokenizer, resolve_model
-from async_rl.process import die_with_parent, run_guarded
+from async_rl.process import die_with_parent, leave, run_guarded
 from async_rl.timer import StateTimer
 from learner.checkpoint import TrainerState, load_optimizer, model_folder, read_state
 from learner.group import LearnerGroup
@@ -172,3 +172,4 @@ def warn(config: Config) -> None:
 
 if __name__ == "__main__":
     run_guarded(main)
+    leave()

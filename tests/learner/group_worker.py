@@ -11,6 +11,7 @@ from conftest import build_groups, build_model, mini_batch
 
 from async_rl.config import parse_config
 from async_rl.errors import AsyncRLError
+from async_rl.process import leave
 from async_rl.timer import StateTimer
 from learner.group import LearnerGroup
 from learner.updater import Updater
@@ -70,3 +71,4 @@ def lose(group: LearnerGroup, updater: Updater, out: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main()
+    leave()
