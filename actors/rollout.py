@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.engines.base import Completion, Engine, Request
-from actors.receiver import Receiver
+from actors.receiver import Prepared, Receiver
 from actors.verify import Verdict, VerifierPool
 from async_rl.client import Client
 from async_rl.config import Config
@@ -42,6 +42,9 @@ MAX_REFUSED = 256
 """So many prompts in a row that the engine refuses mean that hardly any fits the model: the run ends and says so."""
 MAX_COMMIT_FAILURES = 5
 """So many weight versions in a row whose read-back failed mean that the engine cannot hold them."""
+
+SAMPLE_CHARACTERS = 1 << 18
+"""Most characters of a group's text that are sent along: it travels in the header, whose size is limited."""
 
 
 @dataclass(slots=True)
@@ -211,7 +214,7 @@ class Rollout:
             try:
                 checksum = self._engine.load_weights(prepared.manifest, prepared.data)
             except WeightsError as error:
-                self._refuse(error)
+                self._refuse(prepared, error)
                 return
         self._usable = True
         self._commit_failures = 0
@@ -223,10 +226,10 @@ class Rollout:
             commit_s=time.monotonic() - began,
         )
 
-    def _refuse(self, error: WeightsError) -> None:
+    def _refuse(self, prepared: Prepared, error: WeightsError) -> None:
         """The engine does not hold what was published (a slot overwritten meanwhile, or a fault): fetch the newest."""
         self.counts["weights_refused"] += 1
-        self._commit_failures += 1
+        self._commit_failures += _is_intact(prepared)  # a learner that is faster than our copies is no fault
         print(f"{self._name}: {error}", flush=True)
         if self._commit_failures >= MAX_COMMIT_FAILURES:
             raise WeightsError(f"{self._commit_failures} versions in a row could not be committed; the last: {error}")
@@ -234,9 +237,12 @@ class Rollout:
             self._receiver.fetch(self._newest)
 
     def _generate(self) -> None:
-        if not self._usable or not self._engine.num_running:
+        """One decode step; an engine that works elsewhere is asked though it is idle: it may have failed."""
+        decodes = self._usable and self._engine.num_running > 0
+        if not decodes and self._engine.fileno() is None:
             return
-        self._timer.enter("generating")
+        if decodes:
+            self._timer.enter("generating")
         completions = self._engine.step(0.0)
         for completion in completions:
             self._last_token = time.monotonic()
@@ -279,8 +285,9 @@ class Rollout:
         ticket = work.ticket
         meta: dict[str, Any] = {"actor": self._name, "seconds": round(time.monotonic() - work.since, 4)}
         if ticket.ordinal % self._config.buffer.groups_per_step == 0:  # one text a step, for the report
-            meta["prompt"] = work.problem.prompt
-            meta["completions"] = [self._decode(c.tokens) for c in work.completions]
+            most = SAMPLE_CHARACTERS // ticket.group_size
+            meta["prompt"] = work.problem.prompt[:SAMPLE_CHARACTERS]
+            meta["completions"] = [self._decode(c.tokens)[:most] for c in work.completions]
         return make_group(
             ordinal=ticket.ordinal,
             attempt=ticket.attempt,
@@ -337,6 +344,15 @@ class Rollout:
         selector.select(patience if due is None else min(patience, max(0.0, due - time.monotonic())))
         for key in pipes:
             selector.unregister(key.fileobj)
+
+
+def _is_intact(prepared: Prepared) -> bool:
+    """Whether the prepared bytes are still those that were published."""
+    try:
+        prepared.manifest.verify(prepared.data)
+    except WeightsError:
+        return False
+    return True
 
 
 def _judge(verdict: Verdict) -> tuple[str, str]:

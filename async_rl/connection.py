@@ -2,7 +2,7 @@
 
     hello ─► welcome ─► commands, beats ──────────────► bye
        ▲                     │ "hello first" (the connection broke, or we were taken for dead)
-       └─────────────────────┘ then credit, live version, waiting step and unacknowledged groups are sent again
+       └─────────────────────┘ then credit, live version, waiting or trained step and unacknowledged groups again
 
 What the server needs after a break is repeated by this thread, so the main thread does not notice one.
 """
@@ -33,7 +33,7 @@ _JOIN_S = 5.0
 _IDLE_S = 1.0
 _COPY_BELOW = 65_536
 """Frames smaller than this are copied out of the socket's buffers; larger ones are used in place."""
-_STICKY = ("credit", "live", "next")
+_STICKY = ("credit", "live", "next", "trained")
 """Messages whose newest one is sent again after a break."""
 
 
@@ -227,6 +227,8 @@ class Connection:
                         self._unacked.pop((ordinal, attempt), None)
             if kind in ("shard", "stop"):
                 self._sticky.pop("next", None)
+            elif kind == "trained":
+                self._sticky.pop("trained", None)
             self._inbox.put((header, frames))
 
     def _join(self, welcome: Header) -> None:

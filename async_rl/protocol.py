@@ -37,7 +37,7 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 Winding down: a rank gets ``stop`` as the answer to ``next`` of the first step that no rank has, so that all end after
 the same step; rank 0 then sends ``snapshot`` and ``done`` with ``stopped``. An error stops all at once.
 Rejoining: a client that is told ``hello_first`` (its connection broke, or it was taken for dead) says hello again and
-repeats its credit, live version, waiting step and unacknowledged groups.
+repeats its credit, live version, waiting or trained step and unacknowledged groups.
 """
 
 from __future__ import annotations

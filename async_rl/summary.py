@@ -7,7 +7,7 @@
 | status        | ``completed``, ``stopped``, ``failed``; ``running`` only in the report of an unfinished run      |
 | reason        | one sentence                                                                              |
 | steps, wall_s | learner steps done in all; seconds of this session, first process to last                  |
-| eval          | last held-out value per metric, and the first as ``<metric>_start``                         |
+| eval          | last held-out value per metric, and the first as ``<metric>_start``; ``version`` of both     |
 | throughput    | trained_tokens_per_s, generated_tokens_per_s, env_steps_per_s; see :func:`throughput`       |
 | utilization   | learner, actors: share of the time from first to last training in own work                 |
 | staleness     | max, mean, histogram (trained tokens per age), bound                                       |
@@ -67,10 +67,13 @@ def summarize(run: RunFolder, outcome: Outcome | None) -> dict[str, Any]:
 
 
 def eval_values(evals: Sequence[Row]) -> dict[str, float]:
-    """Metrics of the newest version, and of the oldest with ``_start`` appended."""
+    """Metrics of the newest evaluated version and which one that is; the same of the oldest with ``_start`` appended.
+
+    An evaluator that comes late passes over versions, even the one that the run began with.
+    """
     if not evals:
         return {}
-    first, last = evals[0].get("metrics") or {}, evals[-1].get("metrics") or {}
+    first, last = ({**(row.get("metrics") or {}), "version": row["version"]} for row in (evals[0], evals[-1]))
     return {**last, **{f"{name}_start": value for name, value in first.items()}}
 
 

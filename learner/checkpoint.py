@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ def model_folder(checkpoint: Path) -> Path:
 
 
 def read_state(checkpoint: Path, config: Config) -> TrainerState:
-    """The counters of a checkpoint.
+    """The counters of a checkpoint. The learning rate is the configuration's, unless the schedule moved it.
 
     Raises:
         ConfigError: it is not complete, or belongs to a run with another model, task, sampling or seed.
@@ -132,7 +132,8 @@ def read_state(checkpoint: Path, config: Config) -> TrainerState:
             f"{checkpoint} belongs to a run with another model, task, sampling or seed; resume with the config.toml "
             "of its run folder"
         )
-    return state
+    # a constant rate may be changed on resume, and the checkpoint must not undo that
+    return state if config.learner.lr_schedule == "kl_adaptive" else replace(state, lr=config.learner.lr)
 
 
 def load_optimizer(checkpoint: Path, updater: Updater) -> None:

@@ -65,7 +65,7 @@ class Leader:
         self._checkpoints = Checkpoints(out.resolve(), config.checkpoint.keep, tokenizer)
         self._out = out
         self._saved_step = -1
-        self._last_eval = -1
+        self._last_eval = start - 1  # the folder of a resumed run holds older ones
 
     def publish_start(self) -> None:
         """Publish the version that the run starts with."""

@@ -55,7 +55,8 @@ class RunFiles:
     def keep(self, name: str, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Drop lines of ``NAME.jsonl`` that a resumed run writes again, and a last one that a crash cut short."""
         lines = []
-        for line in self._path(name).read_text(encoding="utf-8").splitlines():
+        # not splitlines(): the text of a sample may hold other line separators, such as U+2028
+        for line in self._path(name).read_text(encoding="utf-8").split("\n"):
             try:
                 row = json.loads(line)
             except ValueError:

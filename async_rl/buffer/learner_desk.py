@@ -66,6 +66,8 @@ class LearnerDesk:
         self._shard_stats = shard_stats
         self._wake = wake
         self._dealt: dict[int, Dealt] = {}
+        self._answered: int | None = None
+        """Newest step that was called trained."""
         self._writer = ThreadPoolExecutor(1, "snapshot")
         self._writing: list[tuple[bytes, Future[None]]] = []
         self.last: BatchStats | None = None
@@ -114,8 +116,11 @@ class LearnerDesk:
                 rank.wants = -1
                 self._post.send(rank, "stop", reason=reason, error=False)
 
-    def trained(self, rank: Session, header: Header) -> Manifest:
-        """Close the step in the books (-1: no step, the start version); returns what to announce.
+    def trained(self, rank: Session, header: Header) -> Manifest | None:
+        """Close the step in the books (-1: no step, the start version).
+
+        Returns:
+            What to announce; ``None`` when the message was repeated after a break, which counts nothing.
 
         Raises:
             WireError: ``bad_step``, ``bad_manifest``, ``not_rank_0``.
@@ -123,6 +128,9 @@ class LearnerDesk:
         step = take(header, "step", int)
         if rank.rank != 0:
             raise WireError("not_rank_0", f"trained came from rank {rank.rank}")
+        if step == self._answered:
+            self._post.send(rank, "trained", step=step, books=self._ledger.books())
+            return None
         if step != -1 and (step != self._ledger.version or step not in self._dealt):
             raise WireError("bad_step", f"trained step {step}, the next is {self._ledger.version}")
         try:
@@ -134,6 +142,7 @@ class LearnerDesk:
             raise WireError("bad_manifest", f"version {manifest.version} after step {step}, not {expected}")
         if step != -1:
             self._close(step)
+        self._answered = step
         self._post.send(rank, "trained", step=step, books=self._ledger.books())
         return manifest
 

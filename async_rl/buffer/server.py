@@ -86,7 +86,13 @@ class Server:
             raise
         if resume is not None:
             self._files.keep("batches", lambda row: row.get("step", 0) < ledger.version)
-            self._files.keep("evals", lambda row: row.get("version", 0) < ledger.version)
+            self._files.keep("evals", lambda row: row.get("version", 0) <= ledger.version)
+            again = {ordinal for ordinal, _ in ledger.retry}
+            self._files.keep(
+                "samples",
+                lambda row: row.get("ordinal", 0) not in again and row.get("ordinal", 0) < ledger.next_ordinal,
+            )
+            self._files.keep("timeline", lambda row: True)
         self.run_id = uuid.uuid4().hex[:12]
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.service = Service(config, ledger, self._files, weights, self.run_id, time.monotonic(), self.wake)

@@ -175,6 +175,9 @@ class Service:
 
     def wind_down(self, reason: str, now: float) -> None:
         """Stop in order: the learner ends its step, writes a checkpoint and says ``done``; then all end."""
+        if self.phase == "evaluating":  # the checkpoint is written, only the last evaluation is awaited
+            why = f"was not waited for: {reason}"
+            self._finish("completed", f"all steps are trained; the last evaluation {why}", now)
         if self.phase != "running":
             return
         print(f"stopping: {reason}", flush=True)
@@ -196,8 +199,11 @@ class Service:
         self.ledger.close("run_ended")
         if stopped:
             self._finish("stopped", self.account.reason or "the learner was asked to stop", now)
-        elif not self.roster.of("evaluator") or self._final_eval_is_in():
+        elif self._final_eval_is_in():
             self._finish("completed", "all steps are trained", now)
+        elif not self.roster.of("evaluator"):
+            why = "is missing: no evaluator is connected"
+            self._finish("completed", f"all steps are trained; the last evaluation {why}", now)
         else:
             self.phase, self._deadline = "evaluating", now + FINAL_EVAL_S
 
@@ -325,6 +331,8 @@ class Service:
 
     def _trained(self, session: Session, header: Header, now: float) -> None:
         manifest = self._learners.trained(session, header)
+        if manifest is None:
+            return
         self.account.learner_stats = numbers(header.get("stats")) or self.account.learner_stats
         self.account.last = self._learners.last
         self.versions.announce(manifest, now, self.account.learner_stats.get("publish_s"))

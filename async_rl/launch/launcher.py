@@ -162,7 +162,7 @@ class Launcher:
             if ended is not None:
                 if ended[0] == "failed" and stop is None and server.poll() is None:
                     self._announce_failure(line, ended[1])
-                return ended if ended[0] == "failed" or not asked else ("stopped", "asked to stop")
+                return ended
             if deadline is not None and time.monotonic() > deadline:
                 return self._late(stop)
 
@@ -201,7 +201,10 @@ class Launcher:
         late = wait_all(self.children, FAILED_S)
         if late:
             self.display.note(f"{', '.join(c.name for c in late)} did not leave in time and will be ended")
-        return "stopped" if books.get("status") == "stopped" else "completed", str(stop["reason"]) if stop else "done"
+        reason = str(stop["reason"]) if stop else "asked to stop" if self.interrupts.count else "done"
+        if books.get("status") == "completed":  # a wish to stop that came after the last step changes nothing
+            return "completed", reason
+        return "stopped" if books.get("status") == "stopped" or self.interrupts.count else "completed", reason
 
     def _failure(self, stop: Mapping[str, Any]) -> str:
         """The server's sentence, and which rank was killed, or the end of the learner's log if it holds a traceback."""

@@ -8,14 +8,15 @@ import pytest
 
 from actors.engines.base import Completion
 from actors.receiver import Prepared
-from actors.rollout import MAX_COMMIT_FAILURES, MAX_VERIFIER_FAILURES, Rollout
+from actors.rollout import MAX_COMMIT_FAILURES, MAX_VERIFIER_FAILURES, SAMPLE_CHARACTERS, Rollout
 from actors.verify import Verdict
 from async_rl.config import parse_config
-from async_rl.errors import WeightsError
+from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.protocol import Ticket
 from async_rl.tasks import Problem
 from async_rl.timer import StateTimer
 from async_rl.weights.manifest import Manifest, chunk_checksums, combine
+from async_rl.wire import encode_groups, unpack_header
 
 SIZE = 2
 
@@ -158,10 +159,12 @@ def tickets(*ordinals, attempt=0):
     return [({"type": "tickets", "tickets": wire}, [])]
 
 
-def roll(script, engine=None, verifiers=None, first=0):
+def roll(script, engine=None, verifiers=None, first=0, prepare=None, decode=lambda ids: " ".join(map(str, ids))):
     config = parse_config({"sampling": {"group_size": SIZE}, "actors": {"slots": 8}, "buffer": {"groups_per_step": 4}})
     server = Server(script)
     receiver = Receiver()
+    if prepare:
+        prepare(receiver)
     rollout = Rollout(
         config=config,
         name="actor",
@@ -171,7 +174,7 @@ def roll(script, engine=None, verifiers=None, first=0):
         verifiers=verifiers or Verifiers(),
         problems=[Problem("1+1=", {"answer": "2"}), Problem("2+2=", {"answer": "4"})],
         encode=lambda problem: (5, 6) if problem.prompt == "1+1=" else (5,),
-        decode=lambda ids: " ".join(map(str, ids)),
+        decode=decode,
         timer=StateTimer(),
     )
     return rollout.run(manifest(first)), server, rollout, receiver
@@ -245,6 +248,43 @@ def test_unproven_weights_are_fetched_again_and_nothing_is_decoded_before():
 def test_an_engine_that_never_holds_what_is_published_is_an_error():
     with pytest.raises(WeightsError, match=f"{MAX_COMMIT_FAILURES} versions in a row could not be committed"):
         roll([[]] * 20, engine=Engine(broken=99))
+
+
+def test_an_engine_that_dies_while_it_is_idle_is_an_error_at_once():
+    class Dead(Engine):
+        def fileno(self):
+            return self.descriptor
+
+        def step(self, timeout_s):
+            raise AsyncRLError("its process ended")
+
+    engine = Dead()
+    engine.descriptor = os.eventfd(1)
+    with pytest.raises(AsyncRLError, match="its process ended"):
+        roll([[]] * 3, engine=engine)
+
+
+def test_slots_that_were_overwritten_meanwhile_are_no_fault_of_the_engine_however_often():
+    def overtake(receiver):  # the learner writes the next version over the prepared one
+        fetch = receiver.fetch
+
+        def overtaken(published):
+            fetch(published)
+            receiver.prepared = Prepared(manifest=published, data=memoryview(b"torn"), transfer_s=0.5, path="shm")
+
+        receiver.fetch = overtaken
+
+    engine = Engine(broken=MAX_COMMIT_FAILURES + 2)
+    _, server, rollout, _ = roll([[]] * 20, engine=engine, prepare=overtake)
+    assert rollout.counts["weights_refused"] == MAX_COMMIT_FAILURES + 2
+    assert [m["version"] for m in server.of("live")] == [0]
+
+
+def test_the_text_that_is_sent_along_fits_into_a_header_however_long_the_completions_are():
+    _, server, _, _ = roll([[], tickets(0), [], [], []], decode=lambda ids: "x" * (20 << 20))
+    message = encode_groups("submit", server.groups)
+    assert unpack_header(message[0])["type"] == "submit"
+    assert [len(c) for c in server.groups[0].meta["completions"]] == [SAMPLE_CHARACTERS // SIZE] * SIZE
 
 
 @pytest.mark.parametrize(

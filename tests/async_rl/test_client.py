@@ -180,6 +180,21 @@ def test_after_a_break_the_client_rejoins_and_repeats_what_the_server_needs():
         assert (header["type"], header["manifest"]["version"]) == ("version", 4)
 
 
+def test_a_trained_step_that_was_lost_in_a_break_is_told_again_until_it_is_answered():
+    with connected(heartbeat_s=0.1) as (server, client):
+        client.send("trained", step=3, manifest={}, stats={})
+        server.hear("trained")
+        server.say("refused", code="hello_first", reason="who are you?")
+        server.welcome()
+        assert server.hear("trained")["step"] == 3
+        server.say("trained", step=3, books={})
+        while client.receive(WAIT_S)[-1][0]["type"] != "trained":
+            continue
+        server.say("refused", code="hello_first", reason="who are you?")
+        server.welcome()
+        assert server.hear("trained", "beat")["type"] == "beat"
+
+
 def test_another_run_at_the_same_address_ends_the_client():
     with connected(heartbeat_s=0.1) as (server, client):
         server.say("refused", code="hello_first", reason="who are you?")

@@ -298,6 +298,18 @@ def test_the_first_interrupt_asks_the_server_to_stop_and_the_run_counts_as_stopp
     assert [kind for kind, _ in ran.line.sent] == ["stop"]
 
 
+def test_an_interrupt_during_the_last_evaluation_does_not_turn_a_completed_run_into_a_stopped_one(launch, tmp_path):
+    with Interrupts() as interrupts:
+
+        def turn(line):
+            if line.turns == 2:
+                (tmp_path / "books.json").write_text('{"status": "completed"}')
+                os.kill(os.getpid(), signal.SIGINT)
+
+        ran = launch(turn, interrupts=interrupts)
+    assert (ran.outcome.status, ran.outcome.exit_code) == ("completed", 0)
+
+
 def test_sigterm_is_like_the_first_interrupt_with_its_own_exit_code(launch):
     with Interrupts() as interrupts:
         ran = launch(lambda line: line.turns == 2 and os.kill(os.getpid(), signal.SIGTERM), interrupts=interrupts)

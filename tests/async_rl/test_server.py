@@ -17,6 +17,7 @@ from async_rl.client import Client, Stopped
 from async_rl.config import to_toml
 from async_rl.errors import ConfigError, HandshakeError
 from async_rl.protocol import Ticket
+from async_rl.runfolder import RunFolder
 from async_rl.wire import decode_groups, encode_groups, pack_header
 
 
@@ -388,6 +389,16 @@ def test_a_whole_run_ends_with_the_last_evaluation_and_closed_books(cast, server
     assert [row["step"] for row in lines(tmp_path / "batches.jsonl")] == [0, 1, 2]
 
 
+def test_a_step_that_is_called_trained_twice_is_trained_and_announced_once(cast, server, tmp_path):
+    learner, actor = cast.learner(), cast.actor(credit=100)
+    run_steps(learner, actor, 0, 1)
+    first = server.service.ledger.books()["trained"]
+    assert learner.train(0)["books"]["trained"] == first
+    run_steps(learner, actor, 1, 2)
+    assert server.service.versions.count == 3
+    assert [row["step"] for row in lines(tmp_path / "batches.jsonl")] == [0, 1]
+
+
 def test_the_run_does_not_wait_for_an_evaluator_that_leaves(cast, server):
     learner, actor, evaluator = cast.learner(), cast.actor(credit=100), cast.join("evaluator", "evaluator")
     run_steps(learner, actor, 0, 3)
@@ -397,6 +408,22 @@ def test_the_run_does_not_wait_for_an_evaluator_that_leaves(cast, server):
         peer.close()
     assert exit_code(server) == 0
     assert "the evaluator has left" in server.service.account.reason
+
+
+def test_a_stop_does_not_wait_for_the_last_evaluation(cast, server):
+    learner, actor, evaluator = cast.learner(), cast.actor(credit=100), cast.join("evaluator", "evaluator")
+    monitor = cast.join("monitor", "launcher")
+    run_steps(learner, actor, 0, 3)
+    learner.send("done")
+    actor.until("stop")
+    monitor.send("stop", reason="Ctrl-C")
+    assert learner.until("stop")[0]["error"] is False
+    for peer in (evaluator, learner, actor):
+        peer.close()
+    assert exit_code(server) == 0
+    account = server.service.account
+    assert account.status == "completed"
+    assert account.reason == "all steps are trained; the last evaluation was not waited for: Ctrl-C"
 
 
 def test_stop_reaches_all_ranks_at_the_same_step_then_a_checkpoint_then_all_end(tmp_path):
@@ -492,6 +519,45 @@ def test_a_resumed_server_trains_each_ordinal_exactly_once(tmp_path):
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert sorted(o for row in rows for o in row["ordinals"]) == list(range(8))
     assert json.loads((tmp_path / "books.json").read_text())["books"]["trained"] == 8
+
+
+def test_a_resumed_server_keeps_all_lines_but_those_that_it_writes_again(tmp_path):
+    settings = config(steps=4)
+    checkpoint = tmp_path / "checkpoints" / "step_1"
+    text = "one line\u2028to JSON, two\x85or three to Unicode"
+    with running(settings, tmp_path) as server, Cast(server, settings) as cast:
+        learner, actor, evaluator = cast.learner(), cast.actor(credit=100), cast.join("evaluator", "evaluator")
+        for version in range(3):  # of the last one the resumed run makes other weights
+            evaluator.send("eval", version=version, metrics={"accuracy": 0.5}, samples=[{"completion": text}])
+        run_steps(learner, actor, 0, 1)
+        assert learner.request("snapshot", "snapshot", path=str(checkpoint))[0]["ok"]
+        beats = len((tmp_path / "timeline.jsonl").read_text().split("\n")) - 1
+    known = json.loads((checkpoint / "ledger.json").read_text())
+    redone = [known["next_ordinal"], *(ordinal for ordinal, _ in known["open"])]
+    kept = [{"ordinal": 0, "prompt": text}]
+    rows = [*kept, *({"ordinal": ordinal, "prompt": "lost with the crash"} for ordinal in redone)]
+    with open(tmp_path / "samples.jsonl", "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    with open(tmp_path / "timeline.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"name": "a", "sp')  # cut short by the crash
+    Server(settings, tmp_path, 16, NoWeights(), checkpoint).close()
+    folder = RunFolder(tmp_path)
+    assert folder.samples == kept
+    assert [(row["version"], row["samples"]) for row in folder.evals] == [(v, [{"completion": text}]) for v in (0, 1)]
+    content = (tmp_path / "timeline.jsonl").read_text()
+    assert content == "" or content.endswith("}\n")
+    assert len(folder.timeline) >= beats
+
+
+def test_a_run_that_ends_without_an_evaluator_says_that_the_last_evaluation_is_missing(cast, server):
+    learner, actor = cast.learner(), cast.actor(credit=100)
+    run_steps(learner, actor, 0, 3)
+    learner.send("done")
+    stop, _ = learner.until("stop")
+    assert (stop["error"], stop["reason"]) == (
+        False,
+        "all steps are trained; the last evaluation is missing: no evaluator is connected",
+    )
 
 
 def test_a_checkpoint_that_is_not_there_is_a_sentence(settings, tmp_path):

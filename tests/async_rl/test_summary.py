@@ -18,7 +18,14 @@ def test_the_summary_holds_what_the_contract_names(tmp_path):
     summary = write_summary(make_run(tmp_path), OUTCOME)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert (summary["status"], summary["reason"], summary["steps"], summary["wall_s"]) == ("completed", "done", 3, 45.0)
-    assert summary["eval"] == {"accuracy": 0.96, "reward": 0.97, "accuracy_start": 0.5, "reward_start": 0.55}
+    assert summary["eval"] == {
+        "accuracy": 0.96,
+        "reward": 0.97,
+        "version": 3,
+        "accuracy_start": 0.5,
+        "reward_start": 0.55,
+        "version_start": 0,
+    }
     # steps 2 and 3: 400 + 200 tokens in 130 - 100 s; generated: 1500 / 1000 of that
     assert summary["throughput"] == {
         "trained_tokens_per_s": 20.0,
@@ -48,8 +55,13 @@ def test_without_an_outcome_the_run_is_as_the_server_left_it(tmp_path):
     assert summarize(RunFolder(tmp_path), None)["status"] == "running"
 
 
-def test_one_evaluation_is_both_start_and_end():
-    assert eval_values([{"version": 4, "metrics": {"accuracy": 0.7}}]) == {"accuracy": 0.7, "accuracy_start": 0.7}
+def test_one_evaluation_is_both_start_and_end_and_its_version_is_told():
+    assert eval_values([{"version": 4, "metrics": {"accuracy": 0.7}}]) == {
+        "accuracy": 0.7,
+        "version": 4,
+        "accuracy_start": 0.7,
+        "version_start": 4,
+    }
 
 
 def test_one_step_has_no_rate():

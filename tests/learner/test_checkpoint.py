@@ -12,7 +12,7 @@ from async_rl.models import load_causal_lm
 from async_rl.runfolder import RunFolder
 from learner.checkpoint import CheckpointError, Checkpoints, TrainerState, load_optimizer, model_folder, read_state
 
-CONFIG = parse_config({})
+CONFIG = parse_config({"learner": {"lr": 2e-4}})
 
 
 class Tokenizer:
@@ -121,6 +121,15 @@ def test_a_crash_in_the_middle_leaves_nothing_that_is_loaded_and_is_cleaned_up_b
     assert RunFolder(tmp_path).latest_checkpoint() is None
     checkpoints.save(state_at(6), updater, server_part)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_6"]
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [("constant", 5e-5), ("kl_adaptive", 2e-4)])
+def test_a_rate_that_is_changed_on_resume_counts_unless_the_schedule_moved_it(
+    tmp_path, make_updater, schedule, expected
+):
+    folder = Checkpoints(tmp_path, 2, Tokenizer()).save(state_at(3), make_updater(), server_part)
+    changed = parse_config({"learner": {"lr": 5e-5, "lr_schedule": schedule}})
+    assert read_state(folder, changed).lr == expected
 
 
 def test_an_unusable_folder_is_a_clear_error(tmp_path, make_updater):

@@ -197,6 +197,22 @@ def test_a_resumed_run_ends_with_the_same_parameters(tmp_path, make_model, run_i
     assert [row["step"] for row in RunFolder(tmp_path).metrics] == [0, 1, 2, 3]
 
 
+def test_a_resumed_run_that_stops_at_once_does_not_log_the_evaluations_of_the_session_before_again(
+    tmp_path, make_model, run_id
+):
+    model = make_model()
+    trainer, leader = start(tmp_path, ScriptedServer(lambda step: honest_groups(model, step)), model, run_id)
+    train(trainer, leader)
+    leader.close()
+    (tmp_path / "evals.jsonl").write_text('{"version": 0, "metrics": {"accuracy": 0.25}}\n')
+    checkpoint = tmp_path / "checkpoints" / "step_2"
+    again = load_causal_lm(model_folder(checkpoint), "float32", "cpu")
+    resumed, leader = start(tmp_path, ScriptedServer(None, stop_at=2), again, run_id, resume=checkpoint)
+    assert not train(resumed, leader)
+    leader.close()
+    assert [row["step"] for row in RunFolder(tmp_path).metrics] == [0, 1]
+
+
 def test_a_stop_ends_after_the_present_step_with_a_checkpoint(tmp_path, model, run_id):
     server = ScriptedServer(lambda step: honest_groups(model, step), stop_at=3)
     trainer, leader = start(tmp_path, server, model, run_id)

@@ -89,6 +89,38 @@ def test_the_kl_term_pulls_towards_the_reference(make_model, make_groups, make_m
     assert float(totals["loss_kl"]) > 1e-3
 
 
+@pytest.mark.parametrize("trees", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_of_epochs_and_mini_batches_ends_where_a_loop_of_torchs_own_parts_does(
+    make_model, make_groups, make_mini_batch, make_updater, tied, trees
+):
+    groups = make_groups(5, size=6, seed=3)
+    mini_batches, plain, losses = [groups[:2], groups[2:]], make_model(tied=tied), []
+    adamw = torch.optim.AdamW(plain.parameters(), lr=5e-4, betas=(0.9, 0.95), weight_decay=0.01)
+    updater = make_updater(
+        make_model(tied=tied),
+        algorithm={"aggregation": "sequence", "kl_coef": 0.2, "epochs": 2, "minibatches": 2},
+        sampling={"temperature": 0.7},
+        learner={"lr": 1e-3, "warmup_steps": 4, "weight_decay": 0.01, "max_grad_norm": 0.5, "micro_batch_tokens": 60},
+    )
+    updater._reference = Reference(make_model(tied=tied, seed=7), temperature=0.7)
+    updater._trees = updater._trees and trees
+    stats, reference = StepStats(), make_model(tied=tied, seed=7)
+    for mini_batch in mini_batches * 2:
+        loss, _ = brute_force_gradient(plain, mini_batch, aggregation="sequence", temperature=0.7, kl=(0.2, reference))
+        losses.append(loss)
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        adamw.step()
+        totals = updater.gradient(make_mini_batch(mini_batch), version=3)
+        stats.add(totals, updater.apply(totals, 1, adapt=False))
+    metrics = stats.metrics(epochs=2)
+    assert metrics["loss/policy"] + metrics["loss/kl"] == pytest.approx(sum(losses) / 4, rel=1e-4)
+    assert metrics["tokens/step"] == sum(g.num_sampled for g in groups)
+    assert metrics["lr"] == 5e-4
+    for ours, theirs in zip(updater.model.parameters(), plain.parameters(), strict=True):
+        assert (ours - theirs).abs().max() < 2e-5
+
+
 def test_ranks_gradients_add_up_to_that_of_one_rank(make_groups, make_mini_batch, make_updater):
     groups = make_groups(6)
     whole = make_updater()
