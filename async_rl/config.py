@@ -179,6 +179,8 @@ class LearnerConfig(Section):
     """Steps between comparisons of the ranks' flat parameters."""
     timeout_s: float = Field(300.0, gt=0)
     """Deadline of a collective."""
+    step_deadline_s: float = Field(3600.0, gt=0)
+    """A learner that neither finishes its step (or its start) nor asks for data in this time is hung: the run ends."""
 
 
 class WeightsConfig(Section):

@@ -90,6 +90,7 @@ class Service:
         self._weights = weights
         self._run_id = run_id
         self._began = now
+        self._learner_heard = now  # of its work, not of its beats: those come from a thread of their own
         self._deadline = 0.0
         self._actors = ActorDesk(ledger, self.roster, self.post, self.versions, files, self.refused)
         self._learners = LearnerDesk(
@@ -160,6 +161,7 @@ class Service:
             overdue = self.ledger.watch(now, step_waits=self._learners.step_waits)
             if overdue is not None:
                 self._bark(overdue, now)
+            self._check_learner(now)
         self._actors.cancel(self.ledger.expire(now))
         self._learners.finish_snapshots()
         self._files.flush()
@@ -244,6 +246,8 @@ class Service:
         session.heard, session.seq = now, seq
         if session.role == "learner" and header["type"] in _TRAINING and self.phase not in ("running", "stopping"):
             raise WireError("run_over", f"{header['type']} after the end of the run")
+        if header["type"] in _TRAINING:
+            self._learner_heard = now
         handler(session, header, frames, now)
 
     def _hello(self, identity: bytes, header: Header, now: float) -> None:
@@ -353,6 +357,17 @@ class Service:
         self._tell_monitors()
         if self.phase == "evaluating" and self._final_eval_is_in():
             self._finish("completed", "all steps are trained", now)
+
+    def _check_learner(self, now: float) -> None:
+        """End a run whose learner is at work on one step for too long; waiting for data is the watchdog's business."""
+        limit_s = self.config.learner.step_deadline_s
+        if not self._learners.step_waits and now - self._learner_heard > limit_s:
+            ranks = ", ".join(f"rank {s.rank} {s.state}" for s in self.roster.of("learner")) or "none has joined"
+            self.fail(
+                f"the learner made no progress at step {self.ledger.version} for {limit_s:g} s "
+                f"(learner.step_deadline_s); ranks: {ranks}",
+                now,
+            )
 
     def _bark(self, overdue: Overdue, now: float) -> None:
         clients = ", ".join(

@@ -488,6 +488,25 @@ def test_the_watchdog_ends_a_run_that_accepts_nothing_with_the_table(tmp_path):
         actor.close()
 
 
+def test_a_learner_that_lives_but_never_ends_its_step_ends_the_run(tmp_path):
+    settings = config(learner={"step_deadline_s": 0.6})
+    with running(settings, tmp_path) as server, Cast(server, settings) as cast:
+        learner = cast.learner()  # beats go on from its thread
+        stop, _ = learner.until("stop")
+        assert stop["error"] is True
+        assert "the learner made no progress at step 0 for 0.6 s" in stop["reason"]
+        assert "ranks: rank 0" in stop["reason"]
+
+
+def test_a_learner_that_waits_for_data_is_not_taken_for_hung(tmp_path):
+    settings = config(learner={"step_deadline_s": 0.3}, buffer={"watchdog_s": 1.5, "watchdog_rounds": 1})
+    with running(settings, tmp_path) as server, Cast(server, settings) as cast:
+        learner = cast.learner()
+        learner.send("next", step=0)
+        stop, _ = learner.until("stop")
+        assert "no group was accepted" in stop["reason"]
+
+
 # ---------------------------------------------------------------- resume
 
 
