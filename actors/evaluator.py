@@ -1,6 +1,6 @@
 """Held-out evaluation: greedy, each time with one pinned version, in a process of its own that never pauses anybody.
 
-    server ──version──► receiver ──► engine (torch) ──greedy answers──► verifiers ──► eval(version, metrics) ──► server
+    server ──version──► receiver ──► engine (torch) ◄──► exam: greedy answers ──► eval(version, metrics) ──► server
 
 Versions that need no evaluation are passed over; when several wait, the newest is taken, so the last is never missed.
 """
@@ -8,36 +8,32 @@ Versions that need no evaluation are passed over; when several wait, the newest 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from actors.engines.base import Engine
 from actors.engines.factory import make_engine
-from actors.heldout import answer, rewards_of
+from actors.exam import Exam, judged_by_verifier, make_exam
 from actors.main import CONNECT_TIMEOUT_S
+from actors.players import Setting
 from actors.receiver import Prepared, Receiver
-from actors.verify import VerifierPool
 from async_rl.client import Client
 from async_rl.config import Config, load_config
 from async_rl.data import is_correct
-from async_rl.errors import AsyncRLError, ConfigError, WeightsError
+from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.evaluation import is_evaluated
-from async_rl.models import context_length, load_tokenizer, resolve_model, stop_token_ids
+from async_rl.models import resolve_model
 from async_rl.process import run_guarded
 from async_rl.tasks import load_task
-from async_rl.tasks.prompt import decode_completion, encode_prompt
 from async_rl.timer import StateTimer
 from async_rl.weights.manifest import Manifest
-
-_SAMPLES = 8
-"""Answers that are sent along as text."""
 
 
 class Stopped(Exception):
@@ -48,26 +44,10 @@ class Evaluator:
     """Waits for versions, evaluates those that need it, sends what it found."""
 
     def __init__(
-        self, config: Config, client: Client, engine: Engine, receiver: Receiver, pool: VerifierPool, timer: StateTimer
+        self, config: Config, client: Client, engine: Engine, receiver: Receiver, exam: Exam, timer: StateTimer
     ) -> None:
         self._config, self._client, self._engine = config, client, engine
-        self._receiver, self._pool, self._timer = receiver, pool, timer
-        folder = resolve_model(config.model.path)
-        tokenizer, stops = load_tokenizer(folder), stop_token_ids(folder)
-        self._decode: Callable[[Any], str] = lambda ids: decode_completion(tokenizer, ids, stops)
-        problems = load_task(config.task, config.seed).heldout[: config.eval.problems]
-        encoded = [(p, encode_prompt(tokenizer, p, config.task)) for p in problems]
-        room = context_length(folder) - config.sampling.max_new_tokens
-        self._problems = [p for p, prompt in encoded if len(prompt) <= room]
-        self._prompts = [prompt for _, prompt in encoded if len(prompt) <= room]
-        self._skipped = len(encoded) - len(self._problems)
-        if not self._problems:
-            raise ConfigError(
-                f"none of the {len(encoded)} held-out prompts fits the model: {room} tokens are left beside "
-                f"sampling.max_new_tokens = {config.sampling.max_new_tokens}"
-            )
-        if self._skipped:
-            print(f"evaluator: {self._skipped} held-out prompts are longer than {room} tokens: left out", flush=True)
+        self._receiver, self._exam, self._timer = receiver, exam, timer
         self._start: int | None = None
 
     def run(self, first: Manifest | None, start_version: int | None) -> None:
@@ -131,25 +111,18 @@ class Evaluator:
             commit_s=time.monotonic() - began,
         )
         with self._timer.during("evaluating"):
-            completions = answer(self._engine, self._prompts, self._config.sampling.max_new_tokens, self._messages)
-            rewards, failures = rewards_of(self._pool, self._problems, completions, self._decode, self._messages)
-        count = len(rewards)
+            marks = self._exam.take(self._messages)
         self._client.send(
             "eval",
             version=version,
             metrics={
-                "accuracy": float(is_correct(np.asarray(rewards)).mean()),
-                "reward": sum(rewards) / count,
-                "length": sum(len(c.tokens) for c in completions) / count,
-                "problems": count,
-                "skipped": self._skipped,
-                "unscored": failures,
+                "accuracy": float(is_correct(np.asarray(marks.rewards)).mean()),
+                "reward": float(np.mean(marks.rewards)),
+                "problems": len(marks.rewards),
+                **marks.metrics,
                 "wall_s": time.monotonic() - began,
             },
-            samples=[
-                {"prompt": p.prompt, "completion": self._decode(c.tokens), "reward": r}
-                for p, c, r in list(zip(self._problems, completions, rewards, strict=True))[:_SAMPLES]
-            ],
+            samples=marks.samples,
         )
 
 
@@ -172,19 +145,21 @@ def main() -> None:
         client.beat_info = lambda: {"timer": timer.drain()}
         welcome = client.connect(CONNECT_TIMEOUT_S)
         folder = resolve_model(config.model.path)
-        verifier = config.task.verifier or load_task(config.task, config.seed).verifier
-        pool = VerifierPool(verifier, config.task.timeout_s, 1, Path(args.config).parent)
-        engine = make_engine(embedded, folder, args.name)
-        receiver = Receiver(config.weights.path, welcome["weights_address"], welcome["run_id"])
-        manifest = welcome.get("manifest")
-        try:
-            Evaluator(config, client, engine, receiver, pool, timer).run(
+        data = load_task(config.task, config.seed)
+        setting = Setting(
+            config=judged_by_verifier(config), folder=folder, verifier=data.verifier, search=Path(args.config).parent
+        )
+        with contextlib.ExitStack() as stack:
+            engine = make_engine(embedded, folder, args.name)
+            stack.callback(engine.close)
+            exam = make_exam(setting, engine, data.heldout[: config.eval.problems])
+            stack.callback(exam.close)
+            receiver = Receiver(config.weights.path, welcome["weights_address"], welcome["run_id"])
+            stack.callback(receiver.close)
+            manifest = welcome.get("manifest")
+            Evaluator(config, client, engine, receiver, exam, timer).run(
                 Manifest.from_wire(manifest) if manifest else None, welcome["start_version"]
             )
-        finally:
-            receiver.close()
-            pool.close()
-            engine.close()
 
 
 if __name__ == "__main__":

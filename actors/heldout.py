@@ -1,4 +1,10 @@
-"""Answering held-out problems greedily and scoring the answers; used by the evaluator and the synchronous script."""
+"""Answering held-out problems greedily and scoring the answers; used by the evaluator and the synchronous script.
+
+    problems ─► answer ─► rewards_of          single-turn
+             └► play                          multi-turn: the same episodes as in training
+
+Nothing is random: temperature 0, and the same seeds for environments each time.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from actors.engines.base import Completion, Engine, Request
+from actors.episodes import Episodes
+from actors.rewards.pool import RewardPool
 from actors.verify import VerifierPool
+from actors.work import Job, Played
 from async_rl.tasks import Problem
 
 _CALL = 32
 """Answers per verifier call."""
+_LOOK_S = 0.2
+"""A wait looks so often whether its caller has something else to do."""
 
 
 def answer(
@@ -32,7 +43,7 @@ def answer(
 
 
 def rewards_of(
-    pool: VerifierPool,
+    pool: VerifierPool | RewardPool,
     problems: Sequence[Problem],
     completions: Sequence[Completion],
     decode: Callable[[Any], str],
@@ -50,7 +61,7 @@ def rewards_of(
     waiting = set(starts)
     while waiting:
         between()
-        for verdict in pool.wait(0.2):
+        for verdict in pool.wait(_LOOK_S):
             waiting.discard(verdict.key)
             scored = verdict.rewards if verdict.outcome == "ok" else None
             size = min(_CALL, len(problems) - verdict.key)
@@ -59,3 +70,25 @@ def rewards_of(
                 failures += not math.isfinite(reward)
                 rewards[verdict.key + i] = reward if math.isfinite(reward) else 0.0
     return rewards, failures
+
+
+def play(
+    episodes: Episodes, engine: Engine, problems: Sequence[Problem], between: Callable[[], None]
+) -> list[Played | None]:
+    """One episode of each problem, in order; None where it could not be played. The episodes are always the same ones.
+
+    ``between`` is called between two decode steps.
+    """
+    jobs = [Job(id=i, problem=problem, size=1, seed=(0, i)) for i, problem in enumerate(problems)]
+    for job in jobs:
+        episodes.begin(job)
+    found: dict[int, Played | None] = {}
+    while len(found) < len(jobs):
+        between()
+        for result in episodes.poll():
+            found[result.job.id] = result if isinstance(result, Played) else None
+        if engine.num_running:
+            episodes.take(engine.step(_LOOK_S))
+        else:
+            episodes.wait(_LOOK_S)
+    return [found[job.id] for job in jobs]

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from actors.engines.factory import make_engine
+from actors.players import Setting, make_player
 from actors.receiver import Receiver
 from actors.rollout import Rollout, Stop
-from actors.verify import VerifierPool
 from async_rl.client import Client
 from async_rl.config import load_config
-from async_rl.models import load_tokenizer, resolve_model, stop_token_ids
+from async_rl.models import resolve_model
 from async_rl.process import run_guarded
 from async_rl.tasks import load_task
-from async_rl.tasks.prompt import decode_completion, encode_prompt
 from async_rl.timer import StateTimer
 from async_rl.weights.manifest import Manifest
 
@@ -40,43 +41,39 @@ def main() -> None:
         client.beat_info = lambda: {"timer": timer.drain()}
         welcome = client.connect(CONNECT_TIMEOUT_S)
         folder = resolve_model(config.model.path)
-        tokenizer, stops = load_tokenizer(folder), stop_token_ids(folder)
         data = load_task(config.task, config.seed)
-        verifiers = VerifierPool(
-            config.task.verifier or data.verifier,
-            config.task.timeout_s,
-            config.task.verifiers,
-            Path(args.config).parent,
-        )
-        engine = make_engine(config, folder, args.name)
-        receiver = Receiver(config.weights.path, welcome["weights_address"], welcome["run_id"])
-        rollout = Rollout(
-            config=config,
-            name=args.name,
-            client=client,
-            engine=engine,
-            receiver=receiver,
-            verifiers=verifiers,
-            problems=list(data.train),
-            encode=lambda problem: encode_prompt(tokenizer, problem, config.task),
-            decode=lambda ids: decode_completion(tokenizer, ids, stops),
-            timer=timer,
-        )
-        client.beat_info = lambda: {"timer": timer.drain(), "in_flight": rollout.in_flight(), "info": rollout.info()}
-        manifest = welcome.get("manifest")
-        began = time.monotonic()
-        try:
+        with contextlib.ExitStack() as stack:
+            engine = make_engine(config, folder, args.name)
+            stack.callback(engine.close)
+            setting = Setting(config=config, folder=folder, verifier=data.verifier, search=Path(args.config).parent)
+            player = make_player(setting, engine)
+            stack.callback(player.close)
+            receiver = Receiver(config.weights.path, welcome["weights_address"], welcome["run_id"])
+            stack.callback(receiver.close)
+            rollout = Rollout(
+                config=config,
+                name=args.name,
+                client=client,
+                engine=engine,
+                receiver=receiver,
+                player=player,
+                problems=list(data.train),
+                timer=timer,
+            )
+            client.beat_info = lambda: {
+                "timer": timer.drain(),
+                "in_flight": rollout.in_flight(),
+                "info": rollout.info(),
+            }
+            manifest = welcome.get("manifest")
+            began = time.monotonic()
             stop = rollout.run(Manifest.from_wire(manifest) if manifest else None)
-        finally:
-            receiver.close()
-            verifiers.close()
-            engine.close()
     report(args.name, stop, time.monotonic() - began, rollout.counts)
 
 
-def report(name: str, stop: Stop, seconds: float, counts: dict[str, int]) -> None:
+def report(name: str, stop: Stop, seconds: float, counts: Mapping[str, int]) -> None:
     """Say how it ended; an error of the run is this process's exit code, too."""
-    print(f"{name}: stopped after {seconds:.1f} s ({stop.reason}): {counts}", flush=True)
+    print(f"{name}: stopped after {seconds:.1f} s ({stop.reason}): {dict(counts)}", flush=True)
     if stop.error:
         sys.exit(1)
 

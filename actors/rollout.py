@@ -1,17 +1,20 @@
 """The rollout loop of one actor: tickets in, scored groups out, weights swapped between two decode steps.
 
-    server ──tickets──► engine ──completions──► verifier pool ──rewards──► group ──submit──► server
+    server ──tickets──► player ──requests──► engine ──completions──► player ──groups──► server
+       │                  └── verifiers, or environments between two turns ──┘
        └────version───► receiver (prepares in its thread) ──► engine.load_weights ──live──► server
 
 | part           | consumes      | produces        | waits for                  | unblocked by                    |
 |----------------|---------------|-----------------|----------------------------|---------------------------------|
-| ``_handle``      | messages      | requests        | nothing                    |                                 |
+| ``_handle``      | messages      | jobs            | nothing                    |                                 |
 | ``_commit``      | prepared weights | ``live``       | nothing                    |                                 |
 | ``_generate``    | requests      | completions     | one decode step            | the engine                      |
-| ``_score``       | verdicts      | groups          | nothing                    |                                 |
+| ``_submit``      | results       | groups          | nothing                    |                                 |
+| ``_rest``        | nothing       | ``asleep``       | nothing                    | colocated: a version  |
 | ``_wait``        | nothing       | nothing         | any descriptor, a heartbeat | message, weights, verdict, token |
 
-Everything runs in one thread; only the client's socket, the receiver's transfers and the verifiers are elsewhere.
+Everything runs in one thread; only the client's socket, the receiver's transfers, verifiers and environments are
+elsewhere.
 """
 
 from __future__ import annotations
@@ -19,16 +22,16 @@ from __future__ import annotations
 import math
 import selectors
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
-from actors.engines.base import Completion, Engine, Request
+from actors.engines.base import Engine
 from actors.receiver import Prepared, Receiver
-from actors.verify import Verdict, VerifierPool
+from actors.submission import group_of, outcomes_of
+from actors.work import Failed, Job, Player, Work
 from async_rl.client import Client
 from async_rl.config import Config
-from async_rl.data import make_group, token_trajectory
 from async_rl.errors import WeightsError
 from async_rl.protocol import Ticket
 from async_rl.tasks import Problem
@@ -37,25 +40,13 @@ from async_rl.weights.manifest import Manifest
 from async_rl.wire import Header
 
 MAX_VERIFIER_FAILURES = 16
-"""So many failed verifier calls in a row mean that the verifier itself is broken: the run ends and says so."""
+"""So many failures in a row mean that the verifier itself is broken: the run ends and says so."""
+MAX_FAILURES = {"verifier": MAX_VERIFIER_FAILURES, "environment": 16}
+"""The same for each part that is the user's code."""
 MAX_REFUSED = 256
 """So many prompts in a row that the engine refuses mean that hardly any fits the model: the run ends and says so."""
 MAX_COMMIT_FAILURES = 5
 """So many weight versions in a row whose read-back failed mean that the engine cannot hold them."""
-
-SAMPLE_CHARACTERS = 1 << 18
-"""Most characters of a group's text that are sent along: it travels in the header, whose size is limited."""
-
-
-@dataclass(slots=True)
-class Work:
-    """One ticket while this actor holds it."""
-
-    ticket: Ticket
-    problem: Problem
-    prompt: tuple[int, ...]
-    since: float
-    completions: list[Completion] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +61,8 @@ class Rollout:
     """Drives one engine until the server says stop.
 
     Args:
-        encode: problem to prompt ids.
-        decode: completion ids to the text that is verified.
+        player: turns tickets into scored answers: single-turn or multi-turn.
+        problems: of the task, by task index.
     """
 
     def __init__(
@@ -82,27 +73,24 @@ class Rollout:
         client: Client,
         engine: Engine,
         receiver: Receiver,
-        verifiers: VerifierPool,
+        player: Player,
         problems: list[Problem],
-        encode: Callable[[Problem], tuple[int, ...]],
-        decode: Callable[[Any], str],
         timer: StateTimer,
     ) -> None:
         self._config, self._name = config, name
-        self._client, self._engine, self._receiver, self._verifiers = client, engine, receiver, verifiers
-        self._problems, self._encode, self._decode, self._timer = problems, encode, decode, timer
-        self._generating: dict[int, Work] = {}
-        self._scoring: dict[int, Work] = {}  # by verifier call
+        self._client, self._engine, self._receiver, self._player = client, engine, receiver, player
+        self._problems, self._timer = problems, timer
+        self._works: dict[Job, Work] = {}
         self._newest: Manifest | None = None
-        self._usable = False
         self._stop: Stop | None = None
         self._offered = 0
-        self._calls = 0
-        self._verifier_failures = 0
-        self._refused = 0
+        self._failures: Counter[str] = Counter()
+        """Times in a row that something failed, by source."""
         self._commit_failures = 0
+        self._worked = self._asleep = False
+        """Colocated: whether there were tickets since the last sleep; whether the device is given back."""
         self._wanted = math.ceil(config.actors.slots / config.sampling.group_size) + 1
-        self.counts = {"generated_tokens": 0, "groups": 0, "verifier_failures": 0, "weights_refused": 0}
+        self.counts: Counter[str] = Counter(generated_tokens=0, groups=0, verifier_failures=0, weights_refused=0)
         self._last_token = time.monotonic()
 
     # -- what the heartbeat says; read from the client's thread
@@ -110,8 +98,7 @@ class Rollout:
     def in_flight(self) -> list[list[float]]:
         """``[ordinal, attempt, age in seconds]`` of every ticket held."""
         now = time.monotonic()
-        works = [*self._generating.values(), *self._scoring.values()]
-        return [[w.ticket.ordinal, w.ticket.attempt, round(now - w.since, 3)] for w in works]
+        return [[w.ticket.ordinal, w.ticket.attempt, round(now - w.since, 3)] for w in list(self._works.values())]
 
     def info(self) -> dict[str, Any]:
         """Counters, and how long ago the engine produced a token."""
@@ -144,7 +131,8 @@ class Rollout:
                 self._handle(self._client.receive(0.0))
                 self._commit()
                 self._generate()
-                self._score()
+                self._submit()
+                self._rest()
                 self._offer()
                 if self._idle():
                     self._wait(selector)
@@ -164,43 +152,43 @@ class Rollout:
 
     def _accept(self, tickets: list[Ticket]) -> None:
         self._offered = max(0, self._offered - len(tickets))
-        sampling, requests = self._config.sampling, []
+        if self._asleep:  # they crossed our message: the server takes them back
+            return
+        self._worked = True
         for ticket in tickets:
-            problem = self._problems[ticket.task_index]
-            prompt = self._encode(problem)
-            old = self._generating.get(ticket.ordinal)
-            if old is not None:  # a fresh attempt at what we still decode replaces it
-                self._engine.abort([ticket.ordinal])
-            self._generating[ticket.ordinal] = Work(ticket, problem, prompt, time.monotonic())
-            requests.append(
-                Request(
-                    id=ticket.ordinal,
-                    prompt=prompt,
-                    num_samples=ticket.group_size,
-                    seed=(self._config.seed, ticket.ordinal, ticket.attempt),
-                    max_new_tokens=sampling.max_new_tokens,
-                    temperature=sampling.temperature,
-                )
+            old = self._generated_for(ticket.ordinal)
+            if old is not None:  # a fresh attempt at what we still generate replaces it
+                self._drop(old)
+            work = Work(
+                id=ticket.ordinal,
+                problem=self._problems[ticket.task_index],
+                size=ticket.group_size,
+                seed=(self._config.seed, ticket.ordinal, ticket.attempt),
+                attempt=ticket.attempt,
+                ticket=ticket,
+                since=time.monotonic(),
             )
-        for request in requests:
-            try:
-                self._engine.submit([request])
-                self._refused = 0
-            except ValueError as error:  # the problem does not fit the model: no attempt can ever succeed
-                self._fail(self._generating.pop(request.id).ticket, "prompt_refused", str(error))
-                self._refused += 1
-                if self._refused == MAX_REFUSED:
-                    self._client.send("fatal", reason=f"{MAX_REFUSED} prompts in a row were refused; the last: {error}")
+            self._works[work] = work
+            self._player.begin(work)
 
     def _cancel(self, tickets: list[tuple[int, int]]) -> None:
         for ordinal, attempt in tickets:
-            work = self._generating.get(ordinal)
+            work = self._generated_for(ordinal)
             if work is not None and work.ticket.attempt == attempt:
-                self._engine.abort([ordinal])
-                del self._generating[ordinal]
+                self._drop(work)
+
+    def _generated_for(self, ordinal: int) -> Work | None:
+        return next((w for w in self._works.values() if w.id == ordinal and not w.generated), None)
+
+    def _drop(self, work: Work) -> None:
+        self._player.drop(work)
+        del self._works[work]
 
     def _announce(self, manifest: Manifest) -> None:
         self._newest = manifest
+        if self._asleep:
+            self._engine.wake()
+            self._asleep = False
         self._receiver.fetch(manifest)
 
     def _commit(self) -> None:
@@ -210,13 +198,11 @@ class Rollout:
             return
         began = time.monotonic()
         with self._timer.during("committing"):
-            self._usable = False
             try:
                 checksum = self._engine.load_weights(prepared.manifest, prepared.data)
             except WeightsError as error:
                 self._refuse(prepared, error)
                 return
-        self._usable = True
         self._commit_failures = 0
         self._client.send(
             "live",
@@ -224,10 +210,14 @@ class Rollout:
             checksum=checksum,
             transfer_s=prepared.transfer_s,
             commit_s=time.monotonic() - began,
+            pause_s=self._engine.last_pause_s,
         )
 
     def _refuse(self, prepared: Prepared, error: WeightsError) -> None:
-        """The engine does not hold what was published (a slot overwritten meanwhile, or a fault): fetch the newest."""
+        """The engine did not take what was published (a slot overwritten meanwhile, or a fault): fetch the newest.
+
+        It goes on with the version before only if it still holds that one, proven.
+        """
         self.counts["weights_refused"] += 1
         self._commit_failures += _is_intact(prepared)  # a learner that is faster than our copies is no fault
         print(f"{self._name}: {error}", flush=True)
@@ -238,108 +228,96 @@ class Rollout:
 
     def _generate(self) -> None:
         """One decode step; an engine that works elsewhere is asked though it is idle: it may have failed."""
-        decodes = self._usable and self._engine.num_running > 0
+        decodes = self._engine.proven and self._engine.num_running > 0
         if not decodes and self._engine.fileno() is None:
             return
         if decodes:
             self._timer.enter("generating")
         completions = self._engine.step(0.0)
-        for completion in completions:
+        if completions:
             self._last_token = time.monotonic()
-            self.counts["generated_tokens"] += len(completion.tokens)
-            work = self._generating.get(completion.request_id)
-            if work is None:
-                continue
-            work.completions.append(completion)
-            if len(work.completions) == work.ticket.group_size:
-                del self._generating[completion.request_id]
-                self._verify(work)
+            self.counts["generated_tokens"] += sum(len(c.tokens) for c in completions)
+            self._player.take(completions)
 
-    def _verify(self, work: Work) -> None:
-        work.completions.sort(key=lambda c: c.sample)
-        size = work.ticket.group_size
-        columns = {k: [v] * size for k, v in work.problem.columns.items()}
-        columns["completion_ids"] = [c.tokens.tolist() for c in work.completions]
-        columns["finish_reasons"] = [c.finish_reason for c in work.completions]
-        self._calls += 1  # not the ordinal: an old attempt at it may still be with the verifiers
-        self._scoring[self._calls] = work
-        texts = [self._decode(c.tokens) for c in work.completions]
-        self._verifiers.submit(self._calls, [work.problem.prompt] * size, texts, columns)
-
-    def _score(self) -> None:
-        groups = []
-        for verdict in self._verifiers.poll():
-            work = self._scoring.pop(verdict.key)
-            outcome, detail = _judge(verdict)
-            if outcome != "ok":
-                self._fail(work.ticket, f"verifier_{outcome}", detail)
-                self._count_verifier_failure(outcome, detail)
+    def _submit(self) -> None:
+        """Send what is finished, give up what cannot be."""
+        groups, failed = [], []
+        for result in self._player.poll():
+            work = self._works.pop(result.job, None)
+            if work is None:  # dropped a moment ago
                 continue
-            self._verifier_failures = 0
-            groups.append(self._group(work, verdict.rewards or []))
+            if isinstance(result, Failed):
+                failed.append(result)
+                self._fail(work.ticket, result)
+            else:
+                groups.append(group_of(work, result.rewards, self._name, self._config))
+                self.counts.update(outcomes_of(work))
         if groups:
             self.counts["groups"] += len(groups)
+            self._failures.clear()
             self._client.send_groups(groups)
+        self._look_at(failed)
 
-    def _group(self, work: Work, rewards: list[float]) -> Any:
-        ticket = work.ticket
-        meta: dict[str, Any] = {"actor": self._name, "seconds": round(time.monotonic() - work.since, 4)}
-        if ticket.ordinal % self._config.buffer.groups_per_step == 0:  # one text a step, for the report
-            most = SAMPLE_CHARACTERS // ticket.group_size
-            meta["prompt"] = work.problem.prompt[:SAMPLE_CHARACTERS]
-            meta["completions"] = [self._decode(c.tokens)[:most] for c in work.completions]
-        return make_group(
+    def _fail(self, ticket: Ticket, failed: Failed) -> None:
+        self.counts[f"{failed.source}_failures"] += 1
+        self._client.send(
+            "fail",
             ordinal=ticket.ordinal,
             attempt=ticket.attempt,
-            task_index=ticket.task_index,
-            trajectories=[
-                token_trajectory(
-                    prompt=work.prompt, completion=c.tokens, logprobs=c.logprobs, versions=c.versions, reward=r
+            reason=failed.reason,
+            detail=failed.detail[-2000:],
+            final=failed.final,
+        )
+
+    def _look_at(self, failed: list[Failed]) -> None:
+        """End the run when one source fails again and again; what fails in the same moment has one cause."""
+        for failure in {f.source: f for f in failed}.values():
+            self._failures[failure.source] += 1
+            if self._failures[failure.source] == MAX_FAILURES.get(failure.source):
+                self._client.send(
+                    "fatal",
+                    reason=f"the {failure.source} failed {MAX_FAILURES[failure.source]} times in a row "
+                    f"({failure.outcome}); the last: {failure.detail}",
                 )
-                for c, r in zip(work.completions, rewards, strict=True)
-            ],
-            meta=meta,
-        )
+            elif failure.source == "prompt" and self._player.refused >= MAX_REFUSED:
+                self._client.send(
+                    "fatal", reason=f"{MAX_REFUSED} prompts in a row were refused; the last: {failure.detail}"
+                )
 
-    def _fail(self, ticket: Ticket, reason: str, detail: str) -> None:
-        self._client.send(
-            "fail", ordinal=ticket.ordinal, attempt=ticket.attempt, reason=reason, detail=detail[-2000:], final=True
-        )
-
-    def _count_verifier_failure(self, outcome: str, detail: str) -> None:
-        self.counts["verifier_failures"] += 1
-        self._verifier_failures += 1
-        if self._verifier_failures == MAX_VERIFIER_FAILURES:
-            self._client.send(
-                "fatal",
-                reason=f"the verifier failed {MAX_VERIFIER_FAILURES} times in a row ({outcome}); the last: {detail}",
-            )
+    def _rest(self) -> None:
+        """Colocated: give the device back once everything is done that there was to do."""
+        if not (self._config.actors.placement == "colocated" and self._engine.proven and self._worked) or self._works:
+            return
+        self._engine.sleep()
+        self._timer.enter("waiting_weights")
+        self._asleep, self._worked = True, False
+        self._client.send("asleep")
 
     def _offer(self) -> None:
         """Tell the server how many tickets we could take now; only when that number has grown."""
         if self._engine.version < 0:
             return
-        count = max(0, self._wanted - len(self._generating))
+        count = max(0, self._wanted - sum(not w.generated for w in self._works.values()))
         if count > self._offered:
             self._offered = count
             self._client.send("credit", count=count)
 
     def _idle(self) -> bool:
         working_here = self._engine.fileno() is None and self._engine.num_running > 0
-        return self._stop is None and not (self._usable and working_here)
+        return self._stop is None and not (self._engine.proven and working_here)
 
     def _wait(self, selector: selectors.BaseSelector) -> None:
-        """Sleep until something happens or a verifier call passes its limit, at most one heartbeat."""
-        if self._engine.num_running and self._usable:
+        """Sleep until something happens or a call passes its limit, at most one heartbeat."""
+        if self._engine.num_running and self._engine.proven:
             self._timer.enter("generating")
-        elif self._scoring:
+        elif self._player.busy:
             self._timer.enter("scoring")
-        elif not self._usable or (self._newest and self._newest.version > self._engine.version):
+        elif not self._engine.proven or (self._newest and self._newest.version > self._engine.version):
             self._timer.enter("waiting_weights")
         else:
             self._timer.enter("waiting_ticket")
-        pipes = [selector.register(d, selectors.EVENT_READ) for d in self._verifiers.filenos()]
-        due = self._verifiers.next_deadline
+        pipes = [selector.register(d, selectors.EVENT_READ) for d in self._player.filenos()]
+        due = self._player.next_deadline
         patience = self._config.buffer.heartbeat_s
         selector.select(patience if due is None else min(patience, max(0.0, due - time.monotonic())))
         for key in pipes:
@@ -353,10 +331,3 @@ def _is_intact(prepared: Prepared) -> bool:
     except WeightsError:
         return False
     return True
-
-
-def _judge(verdict: Verdict) -> tuple[str, str]:
-    """Outcome of a verdict, with a reward that is not finite as an outcome of its own."""
-    if verdict.outcome == "ok" and not all(math.isfinite(r) for r in verdict.rewards or []):
-        return "bad_reward", f"rewards {verdict.rewards} are not all finite"
-    return verdict.outcome, verdict.detail

@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from actors.verify_child import Child
+from actors.verify_child import Child, Source
 from actors.verify_wire import pack
 from async_rl.errors import ConfigError
 
 Outcome = Literal["ok", "timeout", "error", "bad_result", "died"]
-
-_START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +38,15 @@ class Verdict:
     """``bad_result``: not a list of one finite number per completion; ``died``: the child ended or could not start."""
     detail: str
     """For people: the end of the traceback, what was wrong with the result, which limit was passed."""
+
+    @property
+    def fault(self) -> tuple[str, str] | None:
+        """Why nothing can be trained on it, slug and detail: the outcome, or ``bad_reward`` if one is not finite."""
+        if self.outcome != "ok":
+            return self.outcome, self.detail
+        if all(math.isfinite(reward) for reward in self.rewards or []):
+            return None
+        return "bad_reward", f"rewards {self.rewards} are not all finite"
 
 
 @dataclass(slots=True)
@@ -62,7 +69,7 @@ class VerifierPool:
     """At most ``workers`` child processes that score completions.
 
     Args:
-        verifier: ``module:function``.
+        verifier: ``module:function``, or a source with more to say.
         timeout_s: limit of one call; the import of the module is not part of it.
         workers: most child processes; the second is started when two calls wait.
         search_dir: folder that comes first in the search for the module, then the working directory.
@@ -71,11 +78,12 @@ class VerifierPool:
         ConfigError: the module or the function cannot be imported; says why.
     """
 
-    def __init__(self, verifier: str, timeout_s: float, workers: int, search_dir: Path | None = None) -> None:
-        module, colon, function = verifier.partition(":")
+    def __init__(self, verifier: str | Source, timeout_s: float, workers: int, search_dir: Path | None = None) -> None:
+        source = Source(function=verifier) if isinstance(verifier, str) else verifier
+        module, colon, function = source.function.partition(":")
         if not (module and colon and function):
-            raise ConfigError(f"task.verifier = {verifier!r}: write it as module:function")
-        self._verifier, self._timeout_s, self._target = verifier, timeout_s, workers
+            raise ConfigError(f"{source.setting} = {source.function!r}: write it as module:function")
+        self._source, self._timeout_s, self._target = source, timeout_s, workers
         self._search = [str(p.resolve()) for p in (search_dir, Path()) if p is not None]
         self._queue: deque[_Call] = deque()
         self._workers: list[_Worker] = []
@@ -116,6 +124,12 @@ class VerifierPool:
         """Descriptors that become readable when ``poll`` has something to do; they change as children come and go."""
         return [w.child.fileno() for w in self._workers]
 
+    def watch(self, poller: select.poll) -> None:
+        """Register all children: to be read (an ended one counts as readable), and written where that is due."""
+        for worker in self._workers:
+            writing = select.POLLOUT if worker.child.wants_to_write else 0
+            poller.register(worker.child.fileno(), select.POLLIN | writing)
+
     @property
     def next_deadline(self) -> float | None:
         """``time.monotonic()`` at which ``poll`` must be called at the latest, to kill a call that passes its limit."""
@@ -137,7 +151,9 @@ class VerifierPool:
                 self._select(worker.deadline - time.monotonic())
                 self._hear(worker)
                 if (failure := self._start_failure(worker)) is not None:
-                    raise ConfigError(f"task.verifier = {self._verifier!r}: {failure}")
+                    source = self._source
+                    what = f" = {source.function!r}" if source.parameters is None else ""
+                    raise ConfigError(f"{source.setting}{what}: {failure}")
         except ConfigError:
             self.close()
             raise
@@ -172,7 +188,7 @@ class VerifierPool:
         if worker.child.gone:
             return "the process ended while it imported the module"
         if time.monotonic() >= worker.deadline:
-            return f"the import took longer than {_START_TIMEOUT_S:.0f} s"
+            return f"the import took longer than {self._source.start_timeout_s:.0f} s"
         return None
 
     def _judge_call(self, worker: _Worker) -> None:
@@ -201,7 +217,7 @@ class VerifierPool:
             self._spawn()
 
     def _spawn(self) -> _Worker:
-        worker = _Worker(Child(self._verifier, self._search), time.monotonic() + _START_TIMEOUT_S)
+        worker = _Worker(Child(self._source, self._search), time.monotonic() + self._source.start_timeout_s)
         self._workers.append(worker)
         return worker
 
@@ -211,9 +227,6 @@ class VerifierPool:
         self._killed.append(worker.child)
 
     def _select(self, timeout_s: float) -> None:
-        """Wait until a child can be read (or written, where that is due); an ended one counts as readable."""
         poller = select.poll()
-        for worker in self._workers:
-            writing = select.POLLOUT if worker.child.wants_to_write else 0
-            poller.register(worker.child.fileno(), select.POLLIN | writing)
+        self.watch(poller)
         poller.poll(max(0.0, timeout_s) * 1_000)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +20,33 @@ _ROOT = Path(__file__).resolve().parents[1]
 _CHUNK = 1 << 18
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What a child calls to score completions."""
+
+    function: str
+    """``module:function``."""
+    parameters: Mapping[str, Any] | None = None
+    """``None``: the function itself scores. Else it is called once, at the start of the child, with these plain values
+    as keyword arguments and returns what scores."""
+    setting: str = "task.verifier"
+    """The setting that asks for it, as messages to the user name it."""
+    start_timeout_s: float = 60.0
+    """Limit of the import and of that one call."""
+
+
 class Child:
-    """A running ``actors.verify_worker``; it leads a session of its own, so that all it starts can be killed with it.
+    """A running worker; it leads a session of its own, so that all it starts can be killed with it.
 
     The socket is not its stdin or stdout, so whatever user code prints cannot get between the messages.
 
     Args:
-        verifier: ``module:function``.
+        source: what it calls.
         search: folders that come first on the child's ``sys.path``.
+        worker: module that the child runs.
     """
 
-    def __init__(self, verifier: str, search: Sequence[str]) -> None:
+    def __init__(self, source: Source, search: Sequence[str], worker: str = "actors.verify_worker") -> None:
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         self._outbox = bytearray()
@@ -37,6 +55,7 @@ class Child:
         """Its end of the socket is closed: the process has ended."""
         path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
         descriptor = str(theirs.fileno())
+        parameters = "" if source.parameters is None else json.dumps(dict(source.parameters))
         with theirs:
             # -P: a file of the user's must not take the place of a module of ours or of the standard library
             self._process = subprocess.Popen(
@@ -45,10 +64,11 @@ class Child:
                     "-u",
                     "-P",
                     "-m",
-                    "actors.verify_worker",
+                    worker,
                     descriptor,
                     str(os.getpid()),
-                    verifier,
+                    source.function,
+                    parameters,
                     *search,
                 ],
                 stdin=subprocess.DEVNULL,

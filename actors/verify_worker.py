@@ -2,7 +2,9 @@
 
     socket ──► {prompts, completions, columns} ──► f(**accepted) ──► checked rewards ──► socket
 
-Started by ``actors.verify_child`` with: descriptor, parent's pid, ``module:function``, folders to search.
+Started by ``actors.verify_child`` with: descriptor, parent's pid, ``module:function``, parameters, folders to search.
+With parameters (JSON) the function is called once with them and returns the one that scores, so that a model is loaded
+once in the life of a child.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import json
 import math
 import os
 import socket
@@ -19,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from actors.verify_wire import Unpacker, pack
+from async_rl.errors import ConfigError
 from async_rl.process import die_with_parent
 
 _CHUNK = 1 << 18
@@ -33,13 +37,34 @@ class LoadError(Exception):
     """The function cannot be had; the message says why, for the user."""
 
 
-def load_verifier(verifier: str) -> Verifier:
-    """Import ``module:function``.
+def load_verifier(verifier: str, parameters: Mapping[str, Any] | None = None) -> Verifier:
+    """Import ``module:function``; with parameters, call it with them for the function that scores.
 
     Raises:
-        LoadError: no such module or function, not callable, or the import raised.
+        LoadError: no such module or function, not callable, or the import or the call raised.
     """
-    module_name, _, name = verifier.partition(":")
+    function = import_callable(verifier)
+    if parameters is None:
+        return function
+    try:
+        return function(**parameters)  # type: ignore[no-any-return]
+    except ConfigError as error:
+        raise LoadError(str(error)) from None
+    except (Exception, SystemExit) as error:
+        raise LoadError(f"{verifier} cannot start: {tail_of(error)}") from None
+
+
+def import_callable(spec: str, kind: str = "function") -> Callable[..., Any]:
+    """Import ``module:name``.
+
+    Args:
+        spec: where it is.
+        kind: what the message calls it.
+
+    Raises:
+        LoadError: no such module or name, not callable, or the import raised.
+    """
+    module_name, _, name = spec.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -53,9 +78,9 @@ def load_verifier(verifier: str) -> Verifier:
     if function is None:
         near = difflib.get_close_matches(name, dir(module), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise LoadError(f"module {module_name!r} has no function {name!r}{hint}")
+        raise LoadError(f"module {module_name!r} has no {kind} {name!r}{hint}")
     if not callable(function):
-        raise LoadError(f"{name!r} in module {module_name!r} is {type(function).__name__}, not a function")
+        raise LoadError(f"{name!r} in module {module_name!r} is {type(function).__name__}, not a {kind}")
     return function  # type: ignore[no-any-return]
 
 
@@ -116,14 +141,14 @@ def tail_of(error: BaseException) -> str:
 
 def main(argv: Sequence[str]) -> None:
     """Serve calls until the parent closes the socket."""
-    descriptor, parent_pid, verifier, *search = argv
+    descriptor, parent_pid, verifier, parameters, *search = argv
     die_with_parent(int(parent_pid))
     sys.path[:0] = search
     # not inherited by what user code starts: the parent must see the end of the stream when this process ends
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)
     try:
-        function = load_verifier(verifier)
+        function = load_verifier(verifier, json.loads(parameters) if parameters else None)
     except LoadError as error:
         connection.sendall(pack({"ok": False, "detail": str(error)}))
         return

@@ -8,6 +8,7 @@ Exit codes: 0 done; 1 the run failed; 2 a setting or argument is wrong; 130 or 1
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+class HostRole(StrEnum):
+    """What a process on an actor host does."""
+
+    actor = "actor"
+    reward = "reward"
+    reference = "reference"
+
 
 Source = Annotated[str, typer.Argument(help="a preset (see async-rl presets) or a CONFIG.toml")]
 Overrides = Annotated[
@@ -40,7 +50,7 @@ def run(
     out: Out = None,
     resume: Resume = None,
 ) -> None:
-    """Run everything on this machine: server, learner group, actors, evaluation."""
+    """Run everything on this machine: server, learner group, actors, scorers, evaluation."""
     from async_rl.launch.session import run_session
 
     raise typer.Exit(run_session(source, overrides or [], out, resume, with_actors=True))
@@ -53,7 +63,7 @@ def learner(
     out: Out = None,
     resume: Resume = None,
 ) -> None:
-    """Run the buffer server, the learner group and the evaluation; actors connect from other hosts."""
+    """Run the buffer server, the learner group and the evaluation; actors and scorers connect from other hosts."""
     from async_rl.launch.session import run_session
 
     raise typer.Exit(run_session(source, overrides or [], out, resume, with_actors=False))
@@ -64,14 +74,17 @@ def actor(
     source: Source,
     connect: Annotated[str, typer.Option(help="address that the learner host printed, tcp://HOST:PORT")],
     name: Annotated[
-        str | None, typer.Option(help="name of this actor, unique in the run; default: host and process id")
+        str | None, typer.Option(help="name of this process, unique in the run; default: host, role and process id")
     ] = None,
+    role: Annotated[
+        HostRole, typer.Option(help="actor generates; reward and reference score what actors generated")
+    ] = HostRole.actor,
     overrides: Overrides = None,
 ) -> None:
-    """Run one actor that serves a learner on another host, or joins a run on this one."""
+    """Run one actor or scorer that serves a learner on another host, or joins a run on this one, at any time."""
     from async_rl.launch.session import run_actor
 
-    raise typer.Exit(run_actor(source, overrides or [], connect, name))
+    raise typer.Exit(run_actor(source, overrides or [], connect, name, role.value))
 
 
 @app.command()
@@ -99,11 +112,19 @@ def doctor(
         str | None, typer.Argument(metavar="[CONFIG]", help="also check this preset or CONFIG.toml")
     ] = None,
     overrides: Overrides = None,
+    plant: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FAULT",
+            help="make one fault on purpose, to see that the doctor finds it: temperature, temperature-learner, shift, "
+            "shift-learner, version, corrupt, missing",
+        ),
+    ] = None,
 ) -> None:
     """Check this machine and, with a configuration, everything that a run of it needs."""
     from async_rl.doctor import run_doctor
 
-    raise typer.Exit(run_doctor(source, overrides or []))
+    raise typer.Exit(run_doctor(source, overrides or [], plant))
 
 
 @app.command()

@@ -1,10 +1,16 @@
-"""The other end of the line to the buffer server: used by actors, the evaluator, learner ranks and the launcher.
+"""The other end of the line to the buffer server: used by actors, scorers, the evaluator, learner ranks, the launcher.
 
     main thread ── send, send_groups ──► queue ──► I/O thread ── DEALER ──► server
                 ◄─ receive, request ─── inbox ◄── (beats, repeats what is not acknowledged, rejoins after a break)
 
 The I/O thread owns the socket and beats by itself, so that a busy main thread is not taken for dead. Delivery: in order
 while the connection lasts; groups are repeated until the server has acknowledged them, and the server counts them once.
+
+A scorer: ``Client(..., "scorer", name, contract, stage="reward")``, then ``send("credit", count=n)`` with the groups
+that it can take *now*, beside those it has. A ``lease`` arrives in :meth:`Client.receive` as ``(header, frames)`` for
+:func:`async_rl.wire.decode_groups`; it lasts ``header["lease_s"]`` seconds. Each of its groups is answered with
+:meth:`Client.send_annotations`, or with ``send("fail", ordinal=..., attempt=..., reason=..., detail=..., final=...)``:
+final filters the task, else another scorer tries. The ``ack`` arrives in ``receive``; nothing depends on it.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from async_rl.connection import Connection, Inbox, Message
-from async_rl.data import Group
+from async_rl.data import Annotation, Group
 from async_rl.errors import DeadlineError
 from async_rl.process import host_id
 from async_rl.protocol import PROTOCOL_VERSION, Role
@@ -25,6 +31,9 @@ from async_rl.wire import SCHEMA_VERSION, Header
 
 _LOOK_S = 0.5
 """A wait looks so often whether its deadline has passed; an arriving message ends it at once."""
+
+_WORK = {"tickets": "tickets", "lease": "groups"}
+"""Messages that use up credit, with the field that lists what they bring."""
 
 
 class Stopped(Exception):
@@ -46,9 +55,12 @@ class Client:
         contract: :meth:`async_rl.config.Config.contract_hash`.
         rank: of a learner.
         world: ranks of the learner group.
+        stage: of a scorer: one of :data:`async_rl.protocol.STAGES`.
     """
 
-    def __init__(self, address: str, role: Role, name: str, contract: str, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self, address: str, role: Role, name: str, contract: str, rank: int = 0, world: int = 1, stage: str = ""
+    ) -> None:
         self.beat_info: Callable[[], dict[str, Any]] = dict
         """Called from the I/O thread: ``timer`` (:meth:`async_rl.timer.StateTimer.drain`), ``in_flight``, ``info``."""
         self._address = address
@@ -65,6 +77,7 @@ class Client:
             "host": host_id(),
             "rank": rank,
             "world": world,
+            "stage": stage,
         }
         self._line = Connection(address, hello, self._inbox, lambda: self.beat_info())
 
@@ -103,9 +116,18 @@ class Client:
         """Send groups; they are kept, and sent again, until the server has acknowledged them."""
         self._line.put(kind, fields, groups)
 
+    def send_annotations(self, annotations: Sequence[Annotation]) -> None:
+        """Send what a scorer's stage adds to leased groups; kept, and sent again, until the server has acknowledged it.
+
+        The server answers each with ``ack`` [ordinal, attempt, outcome, reason]: ``accepted``; ``filtered`` (the group
+        is of no use, e.g. ``zero_variance``); ``late`` (the group has moved on, or another scorer was faster);
+        ``refused`` (wrong shape, not finite: counts as a failed try).
+        """
+        self._line.put("annotate", {}, annotations)
+
     @property
     def unacked(self) -> int:
-        """Groups that the server has not acknowledged yet."""
+        """Groups, or annotations, that the server has not acknowledged yet."""
         return self._line.unacked
 
     def receive(self, timeout_s: float) -> list[Message]:
@@ -162,7 +184,7 @@ class Client:
 
     def _take(self, timeout_s: float) -> list[Message]:
         messages = self._inbox.take(max(0.0, timeout_s))
-        self._line.handed_over(sum(len(h.get("tickets", ())) for h, _ in messages if h["type"] == "tickets"))
+        self._line.handed_over(sum(len(h.get(_WORK[h["type"]], ())) for h, _ in messages if h["type"] in _WORK))
         return messages
 
     def _with_reachable_weights(self, welcome: Header) -> Header:

@@ -2,7 +2,7 @@
 
     hello ─► welcome ─► commands, beats ──────────────► bye
        ▲                     │ "hello first" (the connection broke, or we were taken for dead)
-       └─────────────────────┘ then credit, live version, waiting or trained step and unacknowledged groups again
+       └─────────────────────┘ then credit, live version, waiting or trained step and what is unacknowledged again
 
 What the server needs after a break is repeated by this thread, so the main thread does not notice one.
 """
@@ -21,20 +21,30 @@ from typing import Any
 
 import zmq
 
-from async_rl.data import Group
+from async_rl.data import Annotation, Group
 from async_rl.errors import DeadlineError, HandshakeError, WireError
 from async_rl.process import cpu_seconds, rss_bytes
 from async_rl.protocol import MISSED_BEATS
-from async_rl.wire import LIMITS, SCHEMA_VERSION, Frame, Header, encode_groups, pack_header, unpack_header
+from async_rl.wire import (
+    LIMITS,
+    SCHEMA_VERSION,
+    Frame,
+    Header,
+    encode_annotations,
+    encode_groups,
+    pack_header,
+    unpack_header,
+)
 
 Message = tuple[Header, list[Frame]]
+Payload = Sequence[Group | Annotation]
 _LINGER_MS = 1000
 _JOIN_S = 5.0
 _IDLE_S = 1.0
 _COPY_BELOW = 65_536
 """Frames smaller than this are copied out of the socket's buffers; larger ones are used in place."""
-_STICKY = ("credit", "live", "next", "trained")
-"""Messages whose newest one is sent again after a break."""
+_STICKY = ("credit", "live", "asleep", "next", "trained")
+"""Messages whose newest one is sent again after a break; ``live`` ends ``asleep``."""
 
 
 class Inbox:
@@ -82,11 +92,12 @@ class Inbox:
 
 @dataclass(slots=True)
 class Unacked:
-    """A group that the server has not acknowledged."""
+    """A group, or an annotation, that the server has not acknowledged."""
 
     kind: str
     fields: dict[str, Any]
-    group: Group
+    payload: Payload
+    """The one thing, as it is sent."""
     due: float
     """When it is sent again."""
 
@@ -108,7 +119,7 @@ class Connection:
         self._hello = hello
         self._inbox = inbox
         self._beat_info = beat_info
-        self._commands: queue.SimpleQueue[tuple[str, dict[str, Any], Sequence[Group]]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[str, dict[str, Any], Payload]] = queue.SimpleQueue()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="client", daemon=True)
         self._closing = threading.Event()
@@ -133,26 +144,26 @@ class Connection:
         """Connect and say hello."""
         self._thread.start()
 
-    def put(self, kind: str, fields: dict[str, Any], groups: Sequence[Group]) -> None:
-        """Queue a message; groups are kept until acknowledged."""
+    def put(self, kind: str, fields: dict[str, Any], payload: Payload) -> None:
+        """Queue a message; groups and annotations are kept until acknowledged."""
         with self._lock:
             if kind == "credit":
                 self._credit = int(fields["count"])
                 fields = {**fields, "received": self._tickets}
-            for group in groups:
-                self._unacked[group.ordinal, group.attempt] = Unacked(kind, fields, group, math.inf)
-        self._commands.put((kind, fields, groups))
+            for i, item in enumerate(payload):
+                self._unacked[item.ordinal, item.attempt] = Unacked(kind, fields, payload[i : i + 1], math.inf)
+        self._commands.put((kind, fields, payload))
         os.eventfd_write(self._wakeup, 1)
 
     def handed_over(self, num_tickets: int) -> None:
-        """The main thread has taken tickets: from now on its credit counts without them."""
+        """The main thread has taken tickets or leased groups: from now on its credit counts without them."""
         with self._lock:
             self._tickets += num_tickets
             self._credit = max(0, self._credit - num_tickets)
 
     @property
     def unacked(self) -> int:
-        """Groups not acknowledged yet."""
+        """Groups, or annotations, not acknowledged yet."""
         return len(self._unacked)
 
     def close(self) -> None:
@@ -241,7 +252,8 @@ class Connection:
         if first:
             self._inbox.put((welcome, []))
             return
-        if welcome["manifest"] is not None:
+        known_version = self._sticky.get("live", {}).get("version")
+        if welcome["manifest"] is not None and welcome["manifest"]["version"] != known_version:
             self._inbox.put(({"type": "version", "manifest": welcome["manifest"]}, []))
         with self._lock:
             self._tickets = 0
@@ -264,12 +276,14 @@ class Connection:
         """Send what the main thread has queued; before a welcome it waits."""
         while self._joined:
             try:
-                kind, fields, groups = self._commands.get_nowait()
+                kind, fields, payload = self._commands.get_nowait()
             except queue.Empty:
                 return
             if kind in _STICKY:
                 self._sticky[kind] = fields
-            self._send(kind, fields, groups)
+            if kind == "live":
+                self._sticky.pop("asleep", None)
+            self._send(kind, fields, payload)
 
     def _keep_alive(self, now: float) -> None:
         if now >= self._next_beat:
@@ -288,21 +302,22 @@ class Connection:
         with self._lock:
             late = [item for item in self._unacked.values() if item.due <= now and self._joined]
         for item in late:
-            self._send(item.kind, item.fields, [item.group])
+            self._send(item.kind, item.fields, item.payload)
 
     def _beat(self) -> None:
         self._send("beat", {"cpu_s": cpu_seconds(), "rss_bytes": rss_bytes(), **self._beat_info()})
 
-    def _send(self, kind: str, fields: dict[str, Any], groups: Sequence[Group] = ()) -> None:
+    def _send(self, kind: str, fields: dict[str, Any], payload: Payload = ()) -> None:
         self._seq += 1
-        if groups:
+        if payload:
             due = time.monotonic() + MISSED_BEATS * self._heartbeat_s
             with self._lock:
-                for group in groups:
-                    item = self._unacked.get((group.ordinal, group.attempt))
-                    if item is not None:
-                        item.due = due
-            self._socket.send_multipart(encode_groups(kind, groups, seq=self._seq, **fields), copy=False)
+                for item in payload:
+                    unacked = self._unacked.get((item.ordinal, item.attempt))
+                    if unacked is not None:
+                        unacked.due = due
+            encode: Callable[..., list[Frame]] = encode_annotations if kind == "annotate" else encode_groups
+            self._socket.send_multipart(encode(kind, payload, seq=self._seq, **fields), copy=False)
         else:
             header = {**fields, "type": kind, "schema": SCHEMA_VERSION, "seq": self._seq}
             self._socket.send(pack_header(header))

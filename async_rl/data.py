@@ -120,6 +120,19 @@ class Group:
         return sum(a.nbytes for a in self.arrays.values()) + self.rewards.nbytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annotation:
+    """What one stage adds to one submitted group."""
+
+    ordinal: int
+    attempt: int
+    stage: str
+    """One of :data:`async_rl.protocol.STAGES`."""
+    values: npt.NDArray[np.float32]
+    """float32: the rewards ``[G]`` (stage ``reward``; NaN: could not be scored), or the reference's log-probabilities
+    ``[sum(lengths)]`` (stage ``reference``; what stands where nothing was sampled is ignored)."""
+
+
 def is_correct(rewards: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Which rewards ``[S]`` count as correct in ``accuracy``: those of 1 or more. The only definition."""
     correct: npt.NDArray[np.bool_] = rewards >= 1.0

@@ -21,6 +21,9 @@ from typing import Any, Protocol
 from async_rl.config import Config
 from async_rl.runfolder import read_jsonl, write_atomically
 
+Metrics = dict[str, float | None]
+"""Numbers by name; None where there was nothing to measure."""
+
 _QUEUE_LINES = 4096
 _CLOSE_TIMEOUT_S = 20.0
 
@@ -58,17 +61,18 @@ class MetricsWriter:
         if config.log.wandb:
             self._sinks.append(_Guarded("wandb", lambda: _Background("wandb", lambda: _Wandb(out, config))))
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line with the metrics; what is not finite becomes null.
+    def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Append a line with the metrics; None and what is not finite become null; None goes to no other sink.
 
         The line begins with ``step``, ``time`` (epoch seconds) and ``session``: the first step after the last start or
         resume, so that the pause between two sessions is not taken for work.
         """
         row: dict[str, float | None] = {"step": step, "time": round(time.time(), 3), "session": self._start_step}
-        row |= {k: float(v) if math.isfinite(v) else None for k, v in metrics.items()}
+        measured = {k: v for k, v in metrics.items() if v is not None}
+        row |= {k: float(v) if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
         self._file.write(json.dumps(row) + "\n")
         for sink in self._sinks:
-            sink.write(step, metrics)
+            sink.write(step, measured)
 
     def close(self) -> None:
         """Flush everything; waits a bounded time for the sinks."""

@@ -1,6 +1,8 @@
 """Hugging Face model folders: where they are, what they stop at, and how both sides load and run them.
 
-    "tiny" | "smollm2" | DIR ──resolve_model──► folder ──load_causal_lm──► nn.Module ──last_hidden──► output embeddings
+    NAME | DIR ──resolve_model──► folder ──load_causal_lm──► nn.Module ──last_hidden──► output embeddings
+
+The names are ``tiny``, ``tiny-tools`` (both built here) and ``smollm2`` (fetched).
 
 Engine and learner compute logits only where they are needed, from the last hidden states; :func:`check_head` proves
 that this gives the model's own logits. torch and transformers are imported on use: the command line starts fast.
@@ -18,9 +20,15 @@ from async_rl.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-_MADE_BY = {"tiny": "async-rl run arithmetic", "smollm2": "async-rl fetch smollm2"}
+BUILT = ("tiny", "tiny-tools")
+"""Models that ``learner.warmup`` builds."""
+_MADE_BY = {
+    "tiny": "async-rl run arithmetic",
+    "tiny-tools": "async-rl run calculator",
+    "smollm2": "async-rl fetch smollm2",
+}
 """The short names that ``model.path`` knows, and the command that puts each into the cache."""
-_CACHED_AS = {"tiny": "tiny-192x2", "smollm2": "smollm2"}
+_CACHED_AS = {"tiny": "tiny-192x2-bytes", "tiny-tools": "tiny-tools-192x2", "smollm2": "smollm2"}
 """Folder of each in the cache; a model that is built otherwise gets another name, lest an old one is taken for it."""
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Config keys of architectures that change the logits after the output embeddings."""
@@ -36,8 +44,12 @@ def cached_model(name: str) -> Path:
     return cache_dir() / _CACHED_AS[name]
 
 
-def resolve_model(path: str) -> Path:
-    """The folder that ``model.path`` means.
+def resolve_model(path: str, setting: str = "model.path") -> Path:
+    """The folder that a model setting means.
+
+    Args:
+        path: its value.
+        setting: its name, for the message.
 
     Raises:
         ConfigError: nothing is there; says what would put it there or what is expected.
@@ -45,13 +57,13 @@ def resolve_model(path: str) -> Path:
     if path in _MADE_BY:
         folder = cached_model(path)
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"model.path = {path!r}: {folder} does not exist yet; `{_MADE_BY[path]}` makes it")
+            raise ConfigError(f"{setting} = {path!r}: {folder} does not exist yet; `{_MADE_BY[path]}` makes it")
         return folder
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"model.path = {path!r}: {folder}/config.json does not exist; expected a Hugging Face model folder "
-            "(config.json, *.safetensors, tokenizer.json), 'tiny' or 'smollm2'"
+            f"{setting} = {path!r}: {folder}/config.json does not exist; expected a Hugging Face model folder "
+            "(config.json, *.safetensors, tokenizer.json), 'tiny', 'tiny-tools' or 'smollm2'"
         )
     return folder
 
@@ -126,19 +138,34 @@ def device_for(config_device: str, local_rank: int, local_processes: int = 1) ->
 
 
 def load_tokenizer(path: Path) -> Any:
-    """The folder's tokenizer.
+    """The folder's tokenizer, by the class that transformers picks for the model unless that one loses text.
+
+    transformers may replace what ``tokenizer.json`` says by the scheme of the model's family: in a Qwen2 folder a
+    tokenizer that is not byte-level then drops every space, silently.
 
     Raises:
         ConfigError: there is none, or it cannot be read.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not any(path.glob("tokenizer*")):  # transformers would make up an empty one
         raise ConfigError(f"{path}: no tokenizer.json; save the tokenizer with save_pretrained")
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        if (path / "tokenizer.json").is_file() and not _keeps_text(tokenizer):
+            plain = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+            return plain if _keeps_text(plain) else tokenizer
+        return tokenizer
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: no tokenizer can be loaded: {error}") from None
+
+
+def _keeps_text(tokenizer: Any) -> bool:
+    """Whether words, spaces and digits survive encoding and decoding."""
+    text = "a b 1 + 2"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    decoded: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return decoded.strip() == text
 
 
 def load_causal_lm(

@@ -6,12 +6,15 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 
 | type | from | fields | answer |
 |---|---|---|---|
-| hello | any | protocol, schema, contract, role, name, pid, host, rank, world | welcome or refused |
+| hello | any | protocol, schema, contract, role, name, pid, host, rank, world, stage (scorer) | welcome or refused |
 | credit | actor | count: tickets it can take now, received: tickets seen so far | tickets, at once or when admitted |
-| submit | actor | groups + frames (:mod:`async_rl.wire`) | ack |
-| fail | actor | ordinal, attempt, reason, detail, final | ack |
+| credit | scorer | count: groups it can take now, received: groups seen so far | lease, at once or when there are any |
+| submit | actor | groups + frames (:mod:`async_rl.wire`); rewards are NaN where the stage ``reward`` gives them | ack |
+| annotate | scorer | annotations + frames: rewards, or ref_logprobs, see :class:`async_rl.data.Annotation` | ack |
+| fail | actor, scorer | ordinal, attempt, reason, detail, final | ack |
+| asleep | actor | none: it has given its device back (colocated); it wakes with the next ``version`` | none |
 | beat | any | timer: see :class:`async_rl.timer.StateTimer`, in_flight, cpu_s, rss_bytes, info | beat |
-| live | actor, evaluator | version, checksum, transfer_s, commit_s | none; tickets then count from it |
+| live | actor, evaluator | version, checksum, transfer_s, commit_s, pause_s (actor) | none: tickets count from it |
 | next | learner | step; one that is not trained yet gives the same shard again | shard, when deliverable; or stop |
 | trained | learner 0 | step (-1: only publishes the start version), manifest, stats | trained (books, after the step) |
 | snapshot | learner 0 | path: folder of the run for ``ledger.json``, ``groups.bin`` | snapshot (ok, detail) |
@@ -27,9 +30,10 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 | welcome | any | run_id, heartbeat_s, next_step, start_version, manifest (or None), weights_address |
 | refused | any | reason: a sentence; code: hello, hello_first, replaced, or the fault of a message |
 | tickets | actor | tickets: list of :class:`Ticket` as lists |
-| ack | actor | results: [[ordinal, attempt, outcome, reason]], see :class:`async_rl.buffer.records.Answer` |
+| lease | scorer | groups + frames, lease_s: to be annotated in that time, or another scorer gets them |
+| ack | actor, scorer | results: [[ordinal, attempt, outcome, reason]], see :class:`async_rl.buffer.records.Answer` |
 | cancel | actor | tickets: [[ordinal, attempt]] that moved on: stop generating |
-| version | actor, evaluator | manifest of the newest version |
+| version | actor, evaluator | manifest of the newest version; again while it sleeps: there is more work at it |
 | shard | learner | step, groups + frames, minibatch, counts, costs (:mod:`async_rl.buffer.sharding`), stats |
 | status | monitor | the run at a glance, after each event worth it and at each of its beats |
 | stop | all | reason, error (bool) |
@@ -37,7 +41,11 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 Winding down: a rank gets ``stop`` as the answer to ``next`` of the first step that no rank has, so that all end after
 the same step; rank 0 then sends ``snapshot`` and ``done`` with ``stopped``. An error stops all at once.
 Rejoining: a client that is told ``hello_first`` (its connection broke, or it was taken for dead) says hello again and
-repeats its credit, live version, waiting or trained step and unacknowledged groups.
+repeats its credit, live version, waiting or trained step and unacknowledged groups or annotations.
+Colocated (``max_staleness`` 0): an actor that holds nothing any more, after some work, gives its device back and says
+``asleep``. A step is delivered once every actor that had tickets has said so. It wakes with the next ``version``, which
+may be the one that it has (a group was filtered or lost, so one more of that version is wanted), loads it and says
+``live``. Tickets that cross its ``asleep`` are taken back: a ``cancel`` follows.
 """
 
 from __future__ import annotations
@@ -45,9 +53,11 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
-PROTOCOL_VERSION = 1
-Role = Literal["actor", "evaluator", "learner", "monitor"]
-ROLES: tuple[Role, ...] = ("actor", "evaluator", "learner", "monitor")
+PROTOCOL_VERSION = 2
+Role = Literal["actor", "scorer", "evaluator", "learner", "monitor"]
+ROLES: tuple[Role, ...] = ("actor", "scorer", "evaluator", "learner", "monitor")
+Stage = Literal["reward", "reference"]
+STAGES: tuple[Stage, ...] = ("reward", "reference")
 MISSED_BEATS = 3
 """A side that was silent for this many heartbeats is dead to the other."""
 

@@ -9,10 +9,13 @@
 | steps, wall_s | learner steps done in all; seconds of this session, first process to last                  |
 | eval          | last held-out value per metric, and the first as ``<metric>_start``; ``version`` of both     |
 | throughput    | trained_tokens_per_s, generated_tokens_per_s, env_steps_per_s; see :func:`throughput`       |
-| utilization   | learner, actors: share of the time from first to last training in own work                 |
+| utilization   | learner, actors and, where there are any, scorers: share of the time from first to last     |
+|               | training in own work                                                                      |
 | staleness     | max, mean, histogram (trained tokens per age), bound                                       |
 | ledger        | issued, open, scoring, ready, delivered, trained, filtered, failed                         |
-| weights       | bytes, publish_s, transfer_s, commit_s (means), versions                                   |
+| stages        | per stage that scorers serve: annotated, groups_per_s, failed, returned; see :func:`scoring` |
+| weights       | bytes, publish_s, transfer_s, commit_s (means), versions; pause_s (median) and pause_share: |
+|               | how long swaps kept actors from decoding                                                  |
 | versions_of   | torch, vllm, transformers, python, async_rl                                                |
 | cpu_s         | user and system seconds per process, children included                                     |
 | restarts      | per process that was started again                                                         |
@@ -29,7 +32,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_rl import __version__
-from async_rl.report.usage import role_utilization
+from async_rl.report.trace import roles, spans_by_process
+from async_rl.report.usage import role_utilization, seconds_per_state
 from async_rl.runfolder import Row, RunFolder, write_atomically
 
 if TYPE_CHECKING:
@@ -53,17 +57,22 @@ def summarize(run: RunFolder, outcome: Outcome | None) -> dict[str, Any]:
         "wall_s": round(outcome.wall_s, 3) if outcome else None,
         "eval": eval_values(run.evals),
         "throughput": throughput(metrics, books.get("tokens") or {}),
-        "utilization": {
-            "learner": role_utilization(timeline, "learner"),
-            "actors": role_utilization(timeline, "actor"),
-        },
+        "utilization": shares(timeline),
         "staleness": books.get("staleness") or {},
         "ledger": books.get("books") or {},
-        "weights": books.get("weights") or {},
+        "stages": scoring(books.get("stages") or {}),
+        "weights": weights(books.get("weights") or {}, timeline),
         "versions_of": installed_versions(),
         "cpu_s": dict(outcome.cpu_s) if outcome else {},
         "restarts": dict(outcome.restarts) if outcome else {},
     }
+
+
+def shares(timeline: Sequence[Row]) -> dict[str, float | None]:
+    """Utilisation by role; scorers only where there are any."""
+    scorers = role_utilization(timeline, "scorer")
+    found = {"learner": role_utilization(timeline, "learner"), "actors": role_utilization(timeline, "actor")}
+    return found if scorers is None else found | {"scorers": scorers}
 
 
 def eval_values(evals: Sequence[Row]) -> dict[str, float]:
@@ -92,6 +101,31 @@ def throughput(metrics: Sequence[Row], tokens: Mapping[str, int]) -> dict[str, f
     generated = rate * ratio if rate is not None and ratio is not None else None
     rounded = {"trained_tokens_per_s": rate, "generated_tokens_per_s": generated}
     return {k: None if v is None else round(v, 1) for k, v in rounded.items()} | {"env_steps_per_s": None}
+
+
+def weights(facts: Row, timeline: Sequence[Row]) -> dict[str, Any]:
+    """The server's figures, and the pauses' share of the time in which actors lived, their start excluded."""
+    collected, role_of = spans_by_process(timeline), roles(timeline)
+    spans = [s for name, spans in collected.items() if role_of[name] == "actor" for s in spans if s[0] != "starting"]
+    lived_s = sum(seconds_per_state(spans).values())
+    found = dict(facts)
+    paused_s = found.pop("paused_s", None)
+    return found | {"pause_share": paused_s / lived_s if paused_s is not None and lived_s > 0 else None}
+
+
+def scoring(stages: Mapping[str, Row]) -> dict[str, dict[str, Any]]:
+    """What each stage's scorers did.
+
+    ``annotated`` groups, ``groups_per_s`` of the time in which some scorer had work, ``failed`` tries, and leases that
+    were ``returned`` because they ran out or their scorer was lost.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, stage in stages.items():
+        annotated, seconds = stage.get("annotated", 0), stage.get("seconds", 0.0)
+        rate = round(annotated / seconds, 2) if seconds > 0 else None
+        counts = {key: stage.get(key, 0) for key in ("failed", "returned")}
+        found[name] = {"annotated": annotated, "groups_per_s": rate, **counts}
+    return found
 
 
 def installed_versions() -> dict[str, str | None]:

@@ -3,8 +3,9 @@
     message = [ msgpack header | frame | frame | ... ]
     header  = {"type": ..., "schema": 1, ..., "groups": [ {ids, lengths, "arrays": [[name, dtype, shape], ...]}, ... ]}
 
-Each group owns as many consecutive frames as it lists arrays; rewards are an array like the others. Whatever does not
-fit is refused with a :class:`~async_rl.errors.WireError` whose ``reason`` the server counts.
+Each group owns as many consecutive frames as it lists arrays; rewards are an array like the others. An annotation is
+described as a group with one array, named by its stage, and without lengths, task and meta. Whatever does not fit is
+refused with a :class:`~async_rl.errors.WireError` whose ``reason`` the server counts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from async_rl.data import REQUIRED_TOKEN_FIELDS, TOKEN_FIELDS, Group
+from async_rl.data import REQUIRED_TOKEN_FIELDS, TOKEN_FIELDS, Annotation, Group
 from async_rl.errors import WireError
 
 SCHEMA_VERSION = 1
@@ -112,6 +113,55 @@ def decode_groups(header: Header, frames: Sequence[Frame], limits: Limits = LIMI
         WireError: ``schema_mismatch``, ``bad_header``, ``too_many_groups``, ``too_many_arrays``, ``frame_count``,
             ``frame_too_large``, ``bad_dtype``, ``bad_shape``, ``missing_array``, ``bad_lengths``.
     """
+    groups, cursor = [], 0
+    for entry in _described(header, limits):
+        group, cursor = _decode_group(entry, frames, cursor, limits)
+        groups.append(group)
+    if cursor != len(frames):
+        raise WireError("frame_count", f"{cursor} described, {len(frames)} received")
+    return groups
+
+
+def encode_annotations(message_type: str, annotations: Sequence[Annotation], **fields: Any) -> list[Frame]:
+    """Encode annotations into one message; ``fields`` join the header. Array memory is referenced, not copied."""
+    described, frames = [], []
+    for item in annotations:
+        values = np.ascontiguousarray(item.values)
+        spec = [item.stage, str(values.dtype), list(values.shape)]
+        described.append({"ordinal": item.ordinal, "attempt": item.attempt, "arrays": [spec]})
+        frames.append(values.data.cast("B") if values.size else b"")
+    return [pack_header({"type": message_type, "schema": SCHEMA_VERSION, "groups": described, **fields}), *frames]
+
+
+def decode_annotations(header: Header, frames: Sequence[Frame], limits: Limits = LIMITS) -> list[Annotation]:
+    """Rebuild the annotations that ``header`` describes, with values as read-only views of ``frames``.
+
+    Raises:
+        WireError: ``schema_mismatch``, ``bad_header``, ``too_many_groups``, ``frame_count``, ``frame_too_large``,
+            ``bad_dtype``, ``bad_shape``.
+    """
+    described = _described(header, limits)
+    if len(described) != len(frames):
+        raise WireError("frame_count", f"{len(described)} described, {len(frames)} received")
+    annotations = []
+    for entry, frame in zip(described, frames, strict=True):
+        specs = entry.get("arrays") if isinstance(entry, dict) else None
+        if not isinstance(specs, list) or len(specs) != 1:
+            raise WireError("bad_header", "an annotation has one array")
+        ordinal, attempt = _natural(entry, "ordinal"), _natural(entry, "attempt")
+        stage, values = _decode_array(specs[0], frame, limits)
+        if values.dtype != np.float32 or values.ndim != 1:
+            raise WireError("bad_dtype", f"{stage} must be float32 [n], got {values.dtype} {values.shape}")
+        annotations.append(Annotation(ordinal=ordinal, attempt=attempt, stage=stage, values=values))
+    return annotations
+
+
+def _described(header: Header, limits: Limits) -> list[Any]:
+    """The list of groups in a header.
+
+    Raises:
+        WireError: see the callers.
+    """
     if header.get("schema") != SCHEMA_VERSION:
         raise WireError("schema_mismatch", f"got {header.get('schema')!r}, this side speaks {SCHEMA_VERSION}")
     described = header.get("groups")
@@ -119,13 +169,7 @@ def decode_groups(header: Header, frames: Sequence[Frame], limits: Limits = LIMI
         raise WireError("bad_header", "groups is not a list")
     if len(described) > limits.groups:
         raise WireError("too_many_groups", str(len(described)))
-    groups, cursor = [], 0
-    for entry in described:
-        group, cursor = _decode_group(entry, frames, cursor, limits)
-        groups.append(group)
-    if cursor != len(frames):
-        raise WireError("frame_count", f"{cursor} described, {len(frames)} received")
-    return groups
+    return described
 
 
 def _decode_group(entry: Any, frames: Sequence[Frame], cursor: int, limits: Limits) -> tuple[Group, int]:

@@ -1,6 +1,6 @@
-"""From groups to micro-batches: what sequences have in common is forwarded once, its result read by all of them.
+"""From sequences to micro-batches: what they have in common is forwarded once, its result read by all of them.
 
-    trajectories [S]  ──inputs (all but the last token) merged, see learner.layout──►  rows
+    sequences [S]  ──inputs (all but the last token) merged, see learner.layout──►  rows
     rows, longest first, cut by token budget  ──►  micro-batches [R, L] + trained tokens [M] that read N positions
 
 With short answers most completions of a group are equal, and all share its prompt, so this saves most of the work.
@@ -8,19 +8,16 @@ With short answers most completions of a group are equal, and all share its prom
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from async_rl.data import Group
-from async_rl.errors import AsyncRLError
-from learner.algorithms.advantages import group_advantages
 from learner.layout import Ints, Layout, ancestors, choose_layout, cut
+from learner.sequences import Sequences
+from learner.signals import Signals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +36,12 @@ class MicroBatch:
     """int64 ``[N]``: the predicted token."""
     reads_M: torch.Tensor
     """int64 ``[M]``: which of the N predictions each trained token is."""
+    index_M: torch.Tensor
+    """int64 ``[M]``: which trained token of the mini-batch (:class:`learner.sequences.Sequences`) each one is."""
+    sequence_M: torch.Tensor
+    """int64 ``[M]``: sequence of each token, from 0; tokens of a sequence are whole here, and in order of time."""
+    num_sequences: int
+    """Sequences that have a trained token here."""
     behaviour_logprobs_M: torch.Tensor
     """float32 ``[M]``: of the policy that sampled."""
     advantages_M: torch.Tensor
@@ -47,6 +50,23 @@ class MicroBatch:
     """float32 ``[M]``: number of trained tokens of the sequence of each token."""
     ages_M: torch.Tensor
     """int64 ``[M]``: version that is trained minus version that sampled."""
+    proximal_logprobs_M: torch.Tensor | None = None
+    """float32 ``[M]``: of the policy at the start of the step; None: not recomputed."""
+    ref_logprobs_M: torch.Tensor | None = None
+    """float32 ``[M]``: of the reference; None: not known before the forward pass."""
+    old_values_M: torch.Tensor | None = None
+    """float32 ``[M]``: of the critic at the start of the step; None: there is none."""
+    returns_M: torch.Tensor | None = None
+    """float32 ``[M]``: what the critic learns to predict; None: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where the tokens of a mini-batch are forwarded, and where micro-batches are cut."""
+
+    layout: Layout
+    bounds: list[int]
+    """Micro-batch ``i`` has the rows from ``bounds[i]`` to ``bounds[i + 1]`` (exclusive)."""
 
 
 def count_micro_batches(lengths: Sequence[int] | Ints, budget: int) -> int:
@@ -54,121 +74,85 @@ def count_micro_batches(lengths: Sequence[int] | Ints, budget: int) -> int:
     return len(cut(-np.sort(-np.asarray(lengths, np.int64)), budget)) - 1
 
 
-def build_micro_batches(
-    groups: Sequence[Group],
-    *,
-    version: int,
-    budget: int,
-    count: int,
-    normalize_std: bool,
-    device: torch.device,
-    trees: bool = False,
-) -> list[MicroBatch]:
-    """Merge, sort and pad one mini-batch of this rank.
+def plan_micro_batches(sequences: Sequences, budget: int, trees: bool = False) -> Plan | None:
+    """Merge and sort one mini-batch of this rank; None if it has no sequence.
 
     Args:
-        groups: token groups of this rank.
-        version: version that is trained, for the ages.
+        sequences: of the mini-batch.
         budget: most tokens of ``[R, L]``; a single longer row gets a micro-batch of its own.
+        trees: whether the model can forward trees, see :func:`learner.logprobs.can_forward_trees`.
+    """
+    if not len(sequences.lengths_S):
+        return None
+    flat = (sequences.tokens_T, sequences.starts_S, sequences.lengths_S, sequences.group_S)
+    return Plan(*choose_layout(*flat, budget, trees))
+
+
+def build_micro_batches(
+    sequences: Sequences, signals: Signals, plan: Plan | None, *, count: int, device: torch.device
+) -> Iterator[MicroBatch]:
+    """Pad one mini-batch of this rank, one micro-batch at a time: their masks are large.
+
+    Args:
+        sequences: of the mini-batch.
+        signals: of its trained tokens.
+        plan: of :func:`plan_micro_batches`.
         count: micro-batches that every rank makes: the largest :func:`count_micro_batches` over the ranks. Merging
             never needs more; what is missing is filled up with empty ones.
-        normalize_std: see :func:`group_advantages`.
         device: where the tensors go.
-        trees: whether the model can forward trees, see :func:`learner.logprobs.can_forward_trees`.
 
-    Returns:
-        ``count`` micro-batches.
-
-    Raises:
-        AsyncRLError: a first token is marked as sampled; nothing could have predicted it.
+    Yields:
+        ``count`` micro-batches, or as many as the plan has if that is more.
     """
-    if not groups:
-        return [_empty(device)] * count
-    flat = _concatenate(groups, version, normalize_std)
-    layout, bounds = choose_layout(flat.tokens, flat.starts, flat.lengths, flat.group, budget, trees)
-    micro_batches = [_pad(flat, layout, first, last, device) for first, last in pairwise(bounds)]
-    return micro_batches + [_empty(device)] * (count - len(micro_batches))
+    bounds = plan.bounds if plan else [0]
+    for first, last in pairwise(bounds):
+        assert plan is not None
+        yield _pad(sequences, signals, plan.layout, first, last, device)
+    for _ in range(count - len(bounds) + 1):
+        yield _empty(device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Flat:
-    """All sequences of the mini-batch, concatenated over T tokens."""
-
-    tokens: Ints
-    mask: Ints
-    logprobs: npt.NDArray[np.float32]
-    ages: Ints
-    lengths: Ints
-    """``[S]``"""
-    starts: Ints
-    """``[S]``: first token of each sequence."""
-    group: Ints
-    """``[S]``: group of each sequence."""
-    sampled: Ints
-    """``[S]``: sampled tokens."""
-    advantages: npt.NDArray[np.float32]
-    """``[S]``"""
-
-
-def _concatenate(groups: Sequence[Group], version: int, normalize_std: bool) -> _Flat:
-    def joined(name: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        return np.concatenate([g.arrays[name] for g in groups]).astype(dtype)
-
-    lengths = np.concatenate([np.asarray(g.lengths, np.int64) for g in groups])
-    starts = np.cumsum(lengths) - lengths
-    mask = joined("loss_mask", np.int64)
-    if mask[starts].any():
-        bad = [g.ordinal for g in groups if any(t.loss_mask[0] for t in g.trajectories)]
-        raise AsyncRLError(f"groups {bad[:5]}: the first token is marked as sampled, but no token came before it")
-    rewards_S = torch.from_numpy(np.concatenate([g.rewards for g in groups]))
-    group_S = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
-    return _Flat(
-        tokens=joined("tokens", np.int64),
-        mask=mask,
-        logprobs=joined("logprobs", np.float32),
-        ages=version - joined("versions", np.int64),
-        lengths=lengths,
-        starts=starts,
-        group=group_S,
-        sampled=np.add.reduceat(mask, starts),
-        advantages=group_advantages(rewards_S, torch.from_numpy(group_S), normalize_std).numpy(),
-    )
-
-
-def _pad(flat: _Flat, layout: Layout, first: int, last: int, device: torch.device) -> MicroBatch:
+def _pad(
+    sequences: Sequences, signals: Signals, layout: Layout, first: int, last: int, device: torch.device
+) -> MicroBatch:
     """Build the micro-batch of rows ``first`` to ``last`` (exclusive)."""
     shape = (last - first, max(1, int(layout.lengths_R[first])))
     mine_S = np.flatnonzero((layout.row_S >= first) & (layout.row_S < last))
-    token_T = _ranges(flat.starts[mine_S], flat.lengths[mine_S])
-    sequence_T = np.repeat(mine_S, flat.lengths[mine_S])
+    token_T = _ranges(sequences.starts_S[mine_S], sequences.lengths_S[mine_S])
+    sequence_T = np.repeat(mine_S, sequences.lengths_S[mine_S])
     cell_T = (layout.row_S[sequence_T] - first) * shape[1] + layout.column_T[token_T]
     forwarded = layout.column_T[token_T] >= 0
     inputs_RL = np.zeros(shape, np.int64)
-    inputs_RL.flat[cell_T[forwarded]] = flat.tokens[token_T[forwarded]]
+    inputs_RL.flat[cell_T[forwarded]] = sequences.tokens_T[token_T[forwarded]]
 
-    trained = np.flatnonzero(flat.mask[token_T] == 1)
-    token_M, sequence_M = token_T[trained], sequence_T[trained]
-    source_M = cell_T[trained - 1]  # a token is predicted where the one before it was read
-    base = int(flat.tokens.max()) + 1
-    distinct_N, reads_M = np.unique(source_M * base + flat.tokens[token_M], return_inverse=True)
+    index_M = _ranges(sequences.firsts_S[mine_S], sequences.trained_S[mine_S])
+    token_M, sequence_M = sequences.token_M[index_M], sequences.sequence_M[index_M]
+    # a token is predicted where the one before it was read
+    source_M = (layout.row_S[sequence_M] - first) * shape[1] + layout.column_T[token_M - 1]
+    base = int(sequences.tokens_T.max()) + 1
+    distinct_N, reads_M = np.unique(source_M * base + sequences.tokens_T[token_M], return_inverse=True)
+    present_S, sequence_here_M = np.unique(sequence_M, return_inverse=True)
     arrays = {
         "inputs_RL": inputs_RL,
         "source_N": distinct_N // base,
         "targets_N": distinct_N % base,
         "reads_M": reads_M,
-        "behaviour_logprobs_M": flat.logprobs[token_M],
-        "advantages_M": flat.advantages[sequence_M],
-        "sequence_lengths_M": flat.sampled[sequence_M].astype(np.float32),
-        "ages_M": flat.ages[token_M],
+        "index_M": index_M,
+        "sequence_M": sequence_here_M,
+        "behaviour_logprobs_M": sequences.behaviour_logprobs_M[index_M],
+        "sequence_lengths_M": sequences.trained_S[sequence_M].astype(np.float32),
+        "ages_M": sequences.ages_M[index_M],
     }
     if layout.trees:
-        depth_T = token_T - flat.starts[sequence_T]
+        depth_T = token_T - sequences.starts_S[sequence_T]
         positions_RL, parents_RL = np.zeros(shape, np.int64), np.full(shape, -1)
         positions_RL.flat[cell_T[forwarded]] = depth_T[forwarded]
         below = np.flatnonzero(forwarded & (depth_T > 0))
         parents_RL.flat[cell_T[below]] = layout.column_T[token_T[below] - 1]
         arrays |= {"positions_RL": positions_RL, "visible_RLL": ancestors(parents_RL)}
-    return MicroBatch(**{name: torch.from_numpy(array).to(device) for name, array in arrays.items()})
+    tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    known = {name: part[index_M].to(device) for name, part in signals.known.items()}
+    return MicroBatch(**tensors, **known, num_sequences=len(present_S))
 
 
 def _empty(device: torch.device) -> MicroBatch:
@@ -178,6 +162,9 @@ def _empty(device: torch.device) -> MicroBatch:
         source_N=whole,
         targets_N=whole,
         reads_M=whole,
+        index_M=whole,
+        sequence_M=whole,
+        num_sequences=0,
         behaviour_logprobs_M=real,
         advantages_M=real,
         sequence_lengths_M=real,

@@ -1,6 +1,6 @@
 """Checkpoints: complete or absent, never half. A resumed learner continues bit by bit.
 
-    .step_N (hidden, beside) ─► hf/, optimizer.safetensors, trainer.json      rank 0
+    .step_N (hidden, beside) ─► hf/, critic.safetensors (with a critic), optimizer.safetensors, trainer.json    rank 0
                              ─► ledger.json, groups.bin                       the server, asked by ``snapshot``
                              ─► fsync of everything ─► rename to step_N ─► older ones beyond ``keep`` are removed
 
@@ -26,9 +26,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
+from learner.flat import FlatParameters, view_of
 from learner.updater import Updater
 
 _OPTIMIZER = "optimizer.safetensors"
+_CRITIC = "critic.safetensors"
 _TRAINER = "trainer.json"
 
 
@@ -44,6 +46,8 @@ class TrainerState:
     """Next step to train, which is the version of the weights."""
     lr: float
     """Learning rate before warm-up."""
+    kl_coef: float
+    """β of the KL penalty."""
     trained_tokens: float
     """Sampled tokens trained so far."""
     skipped_in_row: int
@@ -118,7 +122,7 @@ def model_folder(checkpoint: Path) -> Path:
 
 
 def read_state(checkpoint: Path, config: Config) -> TrainerState:
-    """The counters of a checkpoint. The learning rate is the configuration's, unless the schedule moved it.
+    """The counters of a checkpoint. Learning rate and β are the configuration's, unless a controller moved them.
 
     Raises:
         ConfigError: it is not complete, or belongs to a run with another model, task, sampling or seed.
@@ -132,28 +136,50 @@ def read_state(checkpoint: Path, config: Config) -> TrainerState:
             f"{checkpoint} belongs to a run with another model, task, sampling or seed; resume with the config.toml "
             "of its run folder"
         )
-    # a constant rate may be changed on resume, and the checkpoint must not undo that
-    return state if config.learner.lr_schedule == "kl_adaptive" else replace(state, lr=config.learner.lr)
+    # what is constant may be changed on resume, and the checkpoint must not undo that
+    if config.learner.lr_schedule == "constant":
+        state = replace(state, lr=config.learner.lr)
+    if config.algorithm.kl_controller == "fixed":
+        state = replace(state, kl_coef=config.algorithm.kl_coef)
+    return state
 
 
-def load_optimizer(checkpoint: Path, updater: Updater) -> None:
-    """Give the optimiser its moments back.
+def load_tensors(checkpoint: Path, updater: Updater) -> None:
+    """Give the critic its parameters and the optimiser its moments back; the policy was loaded from ``hf/``.
 
     Raises:
         ConfigError: they are missing, damaged, or of another model.
     """
+    if updater.networks.critic is not None:
+        _load_critic(checkpoint / _CRITIC, updater.flat)
     try:
         updater.optimizer.load_state(load_file(checkpoint / _OPTIMIZER))
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise ConfigError(f"{checkpoint / _OPTIMIZER} does not fit the model beside it: {error}") from None
 
 
+def _load_critic(file: Path, flat: FlatParameters) -> None:
+    try:
+        tensors = load_file(file)
+        for slot in flat.slots("critic"):
+            view_of(flat.data, slot).copy_(tensors[slot.name].view(slot.shape))
+    except (OSError, SafetensorError, RuntimeError, KeyError) as error:
+        raise ConfigError(
+            f"{file} does not fit the critic: {error}; resume with the algorithm.advantage and algorithm.critic of the "
+            "run that wrote it"
+        ) from None
+    flat.refresh()
+
+
 def _write(folder: Path, state: TrainerState, updater: Updater, tokenizer: Any) -> None:
-    tensors = updater.flat.tensors()
-    tensors |= {name: buffer.detach().cpu().clone() for name, buffer in _persistent_buffers(updater.model).items()}
+    policy = updater.networks.policy
+    tensors = updater.flat.tensors("policy")
+    tensors |= {name: buffer.detach().cpu().clone() for name, buffer in _persistent_buffers(policy).items()}
     disable_progress_bar()
-    updater.model.save_pretrained(model_folder(folder), state_dict=tensors)
+    policy.save_pretrained(model_folder(folder), state_dict=tensors)
     tokenizer.save_pretrained(model_folder(folder))
+    if updater.networks.critic is not None:
+        save_file(updater.flat.tensors("critic"), folder / _CRITIC)
     save_file(updater.optimizer.state(), folder / _OPTIMIZER)
     (folder / _TRAINER).write_text(json.dumps(asdict(state), indent=1) + "\n")
 

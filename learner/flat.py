@@ -18,6 +18,8 @@ import torch
 import xxhash
 from torch import nn
 
+from learner.parking import Parkable
+
 _ALIGN = 32
 
 
@@ -55,6 +57,7 @@ class FlatParameters:
         if not named:
             raise ValueError(f"no trainable parameter in {sorted(modules)}")
         self.layout = _lay_out(named)
+        self.roles = tuple(modules)
         self.size = _aligned(self.layout[-1].offset + self.layout[-1].numel)
         self.data = torch.zeros(self.size, dtype=torch.float32, device=device)
         self.working = self.data if dtype == torch.float32 else torch.zeros(self.size, dtype=dtype, device=device)
@@ -68,7 +71,20 @@ class FlatParameters:
             parameter.grad = None
             parameter.grad_dtype = torch.float32  # bfloat16 gradients are added up in float32
             parameter.grad = view_of(self.grad, slot)
+        self._master = Parkable(self.data)
         self.refresh()
+
+    def slots(self, role: str) -> tuple[Slot, ...]:
+        """Where the tensors of one module lie, under the names that they have in it."""
+        if len(self.roles) == 1:
+            return self.layout
+        prefix = f"{role}."
+        return tuple(s._replace(name=s.name.removeprefix(prefix)) for s in self.layout if s.name.startswith(prefix))
+
+    def span(self, role: str) -> slice:
+        """The part of the vectors that one module has, gaps included; parts of all modules make up the whole."""
+        following = [self.slots(r)[0].offset for r in self.roles[self.roles.index(role) + 1 :]]
+        return slice(self.slots(role)[0].offset, following[0] if following else self.size)
 
     def refresh(self) -> None:
         """Bring the working copy up to date with the master, after anything wrote to ``data``."""
@@ -103,13 +119,31 @@ class FlatParameters:
         raw = self._bytes()
         return [xxhash.xxh3_64_intdigest(raw[4 * s.offset : 4 * (s.offset + s.numel)]) for s in self.layout]
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Copies of the float32 master tensors on the CPU by name, each with memory of its own."""
-        data = self.data.cpu()
-        return {slot.name: view_of(data, slot).clone() for slot in self.layout}
+    def tensors(self, role: str) -> dict[str, torch.Tensor]:
+        """Copies of a module's float32 master tensors on the CPU by name, each with memory of its own."""
+        data = self._master.on_cpu()
+        return {slot.name: view_of(data, slot).clone() for slot in self.slots(role)}
+
+    def offload(self) -> None:
+        """Give the vectors' device memory back; what reads them on the CPU still works. Gradients are not kept."""
+        self._master.offload()
+        for vector in self._scratch:
+            vector.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Take it again; parameters and gradients are views as before, with the same values and zero gradients."""
+        self._master.restore()
+        for vector in self._scratch:
+            vector.untyped_storage().resize_(vector.numel() * vector.element_size())
+        self.zero_grad()
+        self.refresh()
+
+    @property
+    def _scratch(self) -> list[torch.Tensor]:
+        return [self.grad_and_tail] + ([self.working] if self.working is not self.data else [])
 
     def _bytes(self) -> memoryview:
-        return memoryview(self.data.cpu().numpy().view(np.uint8))
+        return memoryview(self._master.on_cpu().numpy().view(np.uint8))
 
 
 def view_of(flat: torch.Tensor, slot: Slot) -> torch.Tensor:

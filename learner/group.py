@@ -103,6 +103,15 @@ class LearnerGroup:
             dist.broadcast(tensor, src=0)
         return float(tensor)
 
+    def sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Sum a few float64 numbers over the ranks; they come from the CPU and go back there."""
+        if self.world == 1:
+            return numbers
+        summed = numbers.to(self.device, copy=True)
+        with self._together():
+            dist.all_reduce(summed)
+        return summed.cpu()
+
     def all_agree(self, willing: bool) -> bool:
         """Whether all ranks are willing to go on; keeps one from entering a collective that another will not join."""
         if self.world == 1:

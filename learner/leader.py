@@ -1,6 +1,6 @@
 """What rank 0 does beside training: publish versions, tell the server, log, write checkpoints.
 
-step trained ─► Publisher ─► manifest ─► trained(step) ─► server ─► books ─► metrics.jsonl
+step trained ─► stage: Publisher, manifest ─► announce: trained(step) ─► server ─► books ─► metrics.jsonl
 all trained  ─► checkpoint ─► done ─► server: last evaluation ─► stop ─► its figures ─► metrics.jsonl
 """
 
@@ -16,9 +16,10 @@ from async_rl.client import Client
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, DeadlineError
 from async_rl.evaluation import is_evaluated
-from async_rl.metrics import MetricsWriter
+from async_rl.metrics import Metrics, MetricsWriter
 from async_rl.runfolder import RunFolder
 from async_rl.timer import StateTimer
+from async_rl.weights.manifest import Manifest
 from async_rl.wire import Header
 from learner.checkpoint import CheckpointError, Checkpoints, TrainerState
 from learner.publisher import Publisher
@@ -60,29 +61,39 @@ class Leader:
         self._updater = updater
         self._timer = timer
         self._start = start
-        self._publisher = Publisher(run_id, updater.flat.layout, config.weights.chunk_bytes, config.model.dtype)
+        self._publisher = Publisher(
+            run_id, updater.flat.slots("policy"), config.weights.chunk_bytes, config.model.dtype
+        )
         self._metrics = MetricsWriter(out, config, start)
         self._checkpoints = Checkpoints(out.resolve(), config.checkpoint.keep, tokenizer)
         self._out = out
         self._saved_step = -1
+        self._staged: Manifest | None = None
         self._last_eval = start - 1  # the folder of a resumed run holds older ones
 
-    def publish_start(self) -> None:
-        """Publish the version that the run starts with."""
-        self._publish(-1, self._start)
+    def stage(self, version: int) -> None:
+        """Copy the present weights into their slot, as ``version``; nobody hears of it before :meth:`announce`."""
+        with self._timer.during("publishing"):
+            evaluated = is_evaluated(self._config, version, self._start)
+            self._staged = self._publisher.publish(self._updater.flat.data, version, evaluated)
 
-    def publish(self, step: int) -> dict[str, float]:
-        """Publish the version that ``step`` made and tell the server, which moves the step's groups to trained.
+    def announce(self, step: int) -> Metrics:
+        """Tell the server of the staged version, which moves the groups of ``step`` to trained; -1: the start version.
 
         Returns:
-            The books and the seconds that copying and hashing took, as metrics.
+            The books and the seconds that copying and hashing took.
         """
-        books = self._publish(step, step + 1)
-        return {f"books/{name}": float(count) for name, count in books.items()} | {
-            "time/publish_s": self._publisher.publish_s
-        }
+        if self._staged is None:
+            raise RuntimeError("announce() before stage()")
+        manifest, self._staged = self._staged, None
+        seconds = self._publisher.publish_s
+        with self._timer.during("publishing"):
+            wire, stats = manifest.to_wire(), {"publish_s": seconds}
+            header, _ = self._client.request("trained", "trained", step=step, manifest=wire, stats=stats)
+        metrics: Metrics = {f"books/{name}": float(count) for name, count in header["books"].items()}
+        return metrics | {"time/publish_s": seconds}
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """Write the metrics line of a step."""
         self._metrics.write(step, metrics)
 
@@ -125,9 +136,9 @@ class Leader:
         if late:
             self._metrics.write(state.step, self.eval_metrics(late))
 
-    def eval_metrics(self, evaluations: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    def eval_metrics(self, evaluations: Iterable[Mapping[str, Any]]) -> Metrics:
         """Finished evaluations as metrics; each goes into one line only."""
-        metrics: dict[str, float] = {}
+        metrics: Metrics = {}
         for evaluation in evaluations:
             self._last_eval = max(self._last_eval, evaluation["version"])
             metrics |= {f"eval/{name}": value for name, value in evaluation["metrics"].items()}
@@ -138,15 +149,6 @@ class Leader:
         """Flush the metrics and unlink the weight segments."""
         self._metrics.close()
         self._publisher.close()
-
-    def _publish(self, step: int, version: int) -> Mapping[str, int]:
-        with self._timer.during("publishing"):
-            evaluated = is_evaluated(self._config, version, self._start)
-            manifest = self._publisher.publish(self._updater.flat.data, version, evaluated)
-            stats = {"publish_s": self._publisher.publish_s}
-            header, _ = self._client.request("trained", "trained", step=step, manifest=manifest.to_wire(), stats=stats)
-        books: Mapping[str, int] = header["books"]
-        return books
 
     def _snapshot(self, folder: Path) -> None:
         header, _ = self._client.request("snapshot", "snapshot", deadline_s=SNAPSHOT_TIMEOUT_S, path=str(folder))

@@ -1,23 +1,18 @@
 """Log-probabilities of given tokens without ever holding the logits of all positions.
 
 inputs [R, L] ─► base model ─► hidden [R·L, H] ─► rows that predict a trained token [N, H]
-                                                      │ chunks of at most 2^24 logits
                                                       ▼
-                                           head ─► log-softmax ─► logprobs [N], entropy [N]
+                                async_rl.logprobs: chunks ─► logprobs [N], entropy [N]
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
+from async_rl.logprobs import token_logprobs
 from async_rl.models import last_hidden
-
-MAX_LOGITS = 1 << 24
 
 
 def can_forward_trees(model: Any) -> bool:
@@ -62,8 +57,6 @@ def predicted_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies at some positions of right-padded rows.
 
-    A causal model never looks right, so padding there needs no attention mask; outputs at padding are not read.
-
     Args:
         model: a Hugging Face causal language model whose logits are its output embedding of the last hidden state.
         inputs_RL: int64 ``[R, L]`` token ids.
@@ -76,55 +69,20 @@ def predicted_logprobs(
     Returns:
         float32 ``[N]`` log-probabilities with gradient, float32 ``[N]`` entropies without.
     """
-    hidden_RLH = _hidden(model, inputs_RL, positions_RL, visible_RLL)
+    hidden_NH = predicting_hidden(model, inputs_RL, source_N, positions_RL, visible_RLL)
     head = model.get_output_embeddings()
-    hidden_NH = hidden_RLH.flatten(0, 1).index_select(0, source_N)
     return token_logprobs(hidden_NH, head.weight, head.bias, targets_N, temperature)
 
 
-def token_logprobs(
-    hidden_NH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    targets_N: torch.Tensor,
-    temperature: float,
-    max_logits: int = MAX_LOGITS,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``log softmax((hidden @ weight.T + bias) / temperature)[target]`` and entropy, in float32, chunk by chunk.
+def predicting_hidden(
+    model: Any,
+    inputs_RL: torch.Tensor,
+    source_N: torch.Tensor,
+    positions_RL: torch.Tensor | None = None,
+    visible_RLL: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Last hidden states ``[N, H]`` at the positions ``source_N`` of right-padded rows; arguments as above.
 
-    With more than one chunk the logits of a chunk are computed again in the backward pass instead of being kept.
-
-    Args:
-        hidden_NH: hidden states ``[N, H]``.
-        weight_VH: output embedding ``[V, H]``.
-        bias_V: its bias ``[V]`` or None.
-        targets_N: int64 ``[N]``.
-        temperature: divides the logits.
-        max_logits: most logits that one chunk holds.
-
-    Returns:
-        float32 ``[N]`` with gradient, float32 ``[N]`` without.
+    A causal model never looks right, so padding there needs no attention mask; outputs at padding are not read.
     """
-    rows = max(1, max_logits // weight_VH.shape[0])
-    if len(hidden_NH) <= rows:
-        return _project(hidden_NH, weight_VH, bias_V, targets_N, temperature)
-    project = partial(checkpoint, _project, use_reentrant=False, preserve_rng_state=False)
-    chunks = zip(hidden_NH.split(rows), targets_N.split(rows), strict=True)
-    parts = [project(hidden, weight_VH, bias_V, targets, temperature) for hidden, targets in chunks]
-    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
-
-
-def _project(
-    hidden_NH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    targets_N: torch.Tensor,
-    temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logits_NV = F.linear(hidden_NH, weight_VH, bias_V).float() / temperature
-    normaliser_N = logits_NV.logsumexp(-1)
-    logprobs_N = logits_NV.gather(-1, targets_N[:, None]).squeeze(-1) - normaliser_N
-    with torch.no_grad():
-        mean_logit_N = ((logits_NV - normaliser_N[:, None]).exp() * logits_NV).sum(-1)
-        entropy_N = normaliser_N - mean_logit_N
-    return logprobs_N, entropy_N
+    return _hidden(model, inputs_RL, positions_RL, visible_RLL).flatten(0, 1).index_select(0, source_N)

@@ -17,14 +17,14 @@ from typing import Any
 
 from async_rl.client import Client, Stopped
 from async_rl.config import Config, load_config
-from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.models import check_head, load_causal_lm, load_tokenizer, resolve_model
+from async_rl.errors import AsyncRLError
+from async_rl.models import load_tokenizer, resolve_model
 from async_rl.process import die_with_parent, leave, run_guarded
 from async_rl.timer import StateTimer
-from learner.checkpoint import TrainerState, load_optimizer, model_folder, read_state
+from learner.checkpoint import TrainerState, load_tensors, model_folder, read_state
 from learner.group import LearnerGroup
 from learner.leader import Leader
-from learner.reference import Reference
+from learner.networks import load_networks
 from learner.trainer import Trainer
 from learner.updater import Updater
 
@@ -45,7 +45,6 @@ def main() -> None:
     terminations: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: terminations.append(number))
     config = load_config(args.config)
-    check_settings(config)
     group = LearnerGroup.start(config.learner.ranks, config.model.device, config.learner.timeout_s)
     timer = StateTimer()
     name = f"learner{group.rank}"
@@ -79,10 +78,11 @@ def run(
             f"the server continues with step {welcome['next_step']}, this learner with step {state.step}: start both "
             "with the same --resume"
         )
-    updater = build_updater(config, source, group, timer)
+    updater = Updater(config, load_networks(config, source, group.device), group, timer)
     if resume:
-        load_optimizer(resume, updater)
-    updater.lr, updater.skipped_in_row = group.broadcast_number(state.lr), state.skipped_in_row
+        load_tensors(resume, updater)
+    updater.lr, updater.kl_coef = group.broadcast_number(state.lr), group.broadcast_number(state.kl_coef)
+    updater.skipped_in_row = state.skipped_in_row
     group.broadcast_flat(updater.flat)
     leader = None
     if group.rank == 0:
@@ -117,9 +117,7 @@ def run(
 
 
 def train(trainer: Trainer, leader: Leader | None) -> bool:
-    """Publish the start version, train, write the last checkpoint, say goodbye; True when all steps were made."""
-    if leader:
-        leader.publish_start()
+    """Train, write the last checkpoint, say goodbye; True when all steps were made."""
     completed = trainer.run()
     if leader:
         leader.checkpoint(trainer.state, final=True)
@@ -127,41 +125,22 @@ def train(trainer: Trainer, leader: Leader | None) -> bool:
     return completed
 
 
-def build_updater(config: Config, source: Path, group: LearnerGroup, timer: StateTimer) -> Updater:
-    """Load the model (in float32, whatever it computes in) and, for a KL term, the frozen start model beside it."""
-    model = load_causal_lm(source, "float32", group.device)
-    check_head(model)
-    reference = None
-    if config.algorithm.kl_coef > 0:
-        start_model = load_causal_lm(resolve_model(config.model.path), config.model.dtype, group.device)
-        reference = Reference(start_model, config.sampling.temperature)
-    return Updater(config, model, reference, group, timer)
-
-
 def fresh_state(config: Config) -> TrainerState:
     """Where a new run begins."""
     contract = config.contract_hash()
-    return TrainerState(step=0, lr=config.learner.lr, trained_tokens=0.0, skipped_in_row=0, contract=contract)
-
-
-def check_settings(config: Config) -> None:
-    """Refuse what would have no effect.
-
-    Raises:
-        ConfigError: an adaptive learning rate without anything to adapt to.
-    """
-    on_policy = config.buffer.max_staleness == 0 and config.algorithm.minibatches * config.algorithm.epochs == 1
-    if config.learner.lr_schedule == "kl_adaptive" and on_policy:
-        raise ConfigError(
-            "learner.lr_schedule = 'kl_adaptive' has no effect at buffer.max_staleness = 0 and one update a step: the "
-            "policy that is trained is the one that sampled, so their KL is 0; set it to 'constant', or raise "
-            "algorithm.minibatches, algorithm.epochs or buffer.max_staleness"
-        )
+    return TrainerState(
+        step=0,
+        lr=config.learner.lr,
+        kl_coef=config.algorithm.kl_coef,
+        trained_tokens=0.0,
+        skipped_in_row=0,
+        contract=contract,
+    )
 
 
 def warn(config: Config) -> None:
     """Say what is allowed but unlikely to be meant."""
-    if config.sampling.group_size < SMALL_GROUP:
+    if config.algorithm.advantage in ("grpo", "dr_grpo", "rloo") and config.sampling.group_size < SMALL_GROUP:
         print(
             f"async-rl: warning: sampling.group_size = {config.sampling.group_size}: the mean of fewer than "
             f"{SMALL_GROUP} rewards is a noisy baseline; 8 or more learn better",

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from learner.flat import FlatParameters
+from learner.parking import Parkable
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FlatAdamW:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) on the master vector of :class:`FlatParameters`.
 
-    Weight decay, when set, applies to every element.
+    Each role has a learning rate of its own. Weight decay, when set, applies to every element.
 
     Args:
         flat: the vectors; its gradient must be reduced before :meth:`step`.
@@ -23,25 +27,33 @@ class FlatAdamW:
 
     def __init__(self, flat: FlatParameters, betas: tuple[float, float], weight_decay: float) -> None:
         self._flat = flat
-        self._parameter = nn.Parameter(flat.data)
-        self._parameter.grad = flat.grad
-        self._adamw = torch.optim.AdamW([self._parameter], betas=betas, weight_decay=weight_decay, fused=True)
+        self._parameters: dict[str, nn.Parameter] = {}
+        for role in flat.roles:
+            span = flat.span(role)
+            self._parameters[role] = nn.Parameter(flat.data[span])
+            self._parameters[role].grad = flat.grad[span]
+        groups = [{"params": [parameter]} for parameter in self._parameters.values()]
+        self._adamw = torch.optim.AdamW(groups, betas=betas, weight_decay=weight_decay, fused=True)
+        self._parked: list[dict[str, Parkable]] = []
 
-    def step(self, lr: float) -> None:
-        """Update ``flat.data`` with its present gradient, then the working copy."""
-        self._adamw.param_groups[0]["lr"] = lr
+    def step(self, rates: Mapping[str, float]) -> None:
+        """Update ``flat.data`` with its present gradient, then the working copy; ``rates`` by role."""
+        for role, group in zip(self._parameters, self._adamw.param_groups, strict=True):
+            group["lr"] = rates[role]
         self._adamw.step()
         self._flat.refresh()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Moments ``[size]`` and step count ``[]`` on the CPU, for a checkpoint; independent of the number of ranks."""
-        state = self._adamw.state[self._parameter]
-        if not state:
+        states = self._states()
+        if not all(states):
             zeros = torch.zeros(self._flat.size)
             return {"exp_avg": zeros, "exp_avg_sq": zeros.clone(), "step": torch.zeros(())}
-        return {name: state[name].detach().cpu().clone() for name in ("exp_avg", "exp_avg_sq", "step")}
+        parts = self._parked or [{name: Parkable(state[name]) for name in _MOMENTS} for state in states]
+        moments = {name: torch.cat([part[name].on_cpu() for part in parts]) for name in _MOMENTS}
+        return moments | {"step": states[0]["step"].detach().cpu().clone()}
 
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from :meth:`state`.
 
         Raises:
@@ -50,7 +62,28 @@ class FlatAdamW:
         if state["exp_avg"].numel() != self._flat.size:
             raise ValueError(f"moments of {state['exp_avg'].numel()} elements for a vector of {self._flat.size}")
         device = self._flat.data.device
-        self._adamw.state[self._parameter] = {name: tensor.to(device, torch.float32) for name, tensor in state.items()}
+        for role, parameter in self._parameters.items():
+            moments = {name: state[name][self._flat.span(role)].clone().to(device, torch.float32) for name in _MOMENTS}
+            self._adamw.state[parameter] = moments | {"step": state["step"].clone().to(device, torch.float32)}
+        self._parked = []
+
+    def offload(self) -> None:
+        """Give the moments' device memory back."""
+        if not self._parked and all(self._states()):
+            self._parked = [{name: Parkable(state[name]) for name in _MOMENTS} for state in self._states()]
+        for parkable in self._parkables():
+            parkable.offload()
+
+    def restore(self) -> None:
+        """Take it again."""
+        for parkable in self._parkables():
+            parkable.restore()
+
+    def _states(self) -> list[dict[str, torch.Tensor]]:
+        return [self._adamw.state[parameter] for parameter in self._parameters.values()]
+
+    def _parkables(self) -> list[Parkable]:
+        return [parkable for part in self._parked for parkable in part.values()]
 
 
 def clip_flat(gradient: torch.Tensor, max_norm: float) -> float:

@@ -1,4 +1,4 @@
-"""The frozen start model of the KL penalty: scores the tokens that are trained, without gradient."""
+"""The frozen model of the KL terms, or the teacher: scores the tokens that are trained, without gradient."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ from typing import Any
 import torch
 
 from learner.batching import MicroBatch
-from learner.logprobs import predicted_logprobs
+from learner.logprobs import can_forward_trees, predicted_logprobs
+from learner.parking import Parkable
 
 
 class Reference:
     """A causal language model whose parameters never change.
 
     Args:
-        model: the start model, on the learner's device; it is frozen and put into evaluation mode.
+        model: on the learner's device; it is frozen and put into evaluation mode.
         temperature: of the sampling contract; both sides of the KL are at this temperature.
     """
 
     def __init__(self, model: Any, temperature: float) -> None:
         self._model = model.eval().requires_grad_(False)
         self._temperature = temperature
+        self._parkables = [Parkable(parameter.data, constant=True) for parameter in model.parameters()]
+        self.trees = can_forward_trees(model)
+        """Whether it can forward rows of trees."""
 
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Log-probabilities of the trained tokens, float32 ``[M]``."""
@@ -35,3 +39,13 @@ class Reference:
                 batch.visible_RLL,
             )
         return logprobs_N[batch.reads_M]
+
+    def offload(self) -> None:
+        """Give the device memory back."""
+        for parkable in self._parkables:
+            parkable.offload()
+
+    def restore(self) -> None:
+        """Take it again."""
+        for parkable in self._parkables:
+            parkable.restore()

@@ -6,8 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from async_rl.data import Group
 from async_rl.wire import Frame, decode_groups
-from learner.updater import MiniBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """What one update of this rank trains on, and the global counts that its losses are divided by."""
+
+    groups: Sequence[Group]
+    """This rank's share."""
+    num_tokens: int
+    """Trained tokens over all ranks."""
+    num_sequences: int
+    """Sequences over all ranks."""
+    lengths_per_rank: Sequence[Sequence[int]]
+    """Lengths of the sequences that each rank has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,30 +3,29 @@
 next(s) ─► shard ─► all ranks have theirs? ─► epochs × mini-batches: gradient, one all_reduce, AdamW
    ▲                                                                          │
    └──── checkpoint ◄── metrics ◄── trained(s), version s + 1 ◄── publish ◄───┘   (rank 0)
+
+With ``actors.placement = "colocated"`` every rank gives its device's memory back after the copy for publishing, before
+the version is announced and wakes the actors; it takes the memory again when it has its next shard.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from async_rl.client import Client, Stopped
 from async_rl.config import Config
-from async_rl.errors import AsyncRLError
+from async_rl.metrics import Metrics
 from async_rl.process import cpu_seconds, rss_bytes
 from async_rl.timer import StateTimer
 from learner.checkpoint import TrainerState
 from learner.group import LearnerGroup
 from learner.leader import Leader
-from learner.scalars import Totals
+from learner.mismatch import MismatchCheck
 from learner.shard import Shard
-from learner.step_stats import NOISE_FLOOR, StepStats, difference_age0
+from learner.step import train_step
 from learner.updater import Updater
-
-MISMATCH_LIMITS = {"float32": 1e-2, "bfloat16": 0.5}
-"""Mean |log-probability difference| between actor and learner, same weights, above which the run does not start."""
 
 
 class Trainer:
@@ -61,11 +60,11 @@ class Trainer:
         self._updater = updater
         self._leader = leader
         self._timer = timer
-        self._start = state.step
         self._step = state.step
         self._trained_tokens = state.trained_tokens
         self._terminated = terminated
-        self._warned = False
+        self._colocated = config.actors.placement == "colocated"
+        self._mismatch = MismatchCheck(config, updater.networks, group.device, warns=leader is not None)
 
     @property
     def state(self) -> TrainerState:
@@ -73,18 +72,20 @@ class Trainer:
         return TrainerState(
             step=self._step,
             lr=self._updater.lr,
+            kl_coef=self._updater.kl_coef,
             trained_tokens=self._trained_tokens,
             skipped_in_row=self._updater.skipped_in_row,
             contract=self._config.contract_hash(),
         )
 
     def run(self) -> bool:
-        """Train to the last step or until the run is stopped; True when all steps are done.
+        """Publish the start version, train to the last step or until the run is stopped; True when all steps are done.
 
         Raises:
             AsyncRLError: actor and learner disagree about the same weights, ranks differ, or no update is finite.
             Stopped: the run failed elsewhere.
         """
+        self._publish(-1)
         while self._step < self._config.steps:
             began = time.monotonic()
             shard = self._next_shard()
@@ -110,68 +111,44 @@ class Trainer:
 
     def _train(self, shard: Shard, began: float, waited_s: float) -> None:
         step = self._step
-        stats = self._update(shard)
+        self._timer.enter("training")
+        self._updater.restore()
+        stats = train_step(self._config, self._updater, shard.mini_batches, step, self._mismatch.check)
         if (step + 1) % self._config.learner.checksum_every == 0:
             self._group.check_equal(self._updater.flat)
         self._step += 1
-        metrics = stats.metrics(self._config.algorithm.epochs)
-        self._trained_tokens += metrics["tokens/step"]
+        self._trained_tokens += stats.tokens
+        self._timer.enter("publishing")  # logging included: colocated, others have the device by then
+        books = self._publish(step)
         if self._leader:
-            self._report(self._leader, shard, step, metrics, began, waited_s)
+            metrics = stats.metrics() | books | server_metrics(shard.stats)
+            metrics |= self._leader.eval_metrics(shard.stats["evals"])
+            self._leader.log(step, metrics | self._progress(began, waited_s))
             every = self._config.checkpoint.every
             if every and self._step % every == 0 and self._step < self._config.steps:
                 self._leader.checkpoint(self.state, final=False)
 
-    def _update(self, shard: Shard) -> StepStats:
-        stats, updater, step = StepStats(), self._updater, self._step
-        for epoch in range(self._config.algorithm.epochs):
-            for index, batch in enumerate(shard.mini_batches):
-                on_version = epoch == 0 and index == 0
-                totals = updater.gradient(batch, version=step)
-                if on_version:
-                    self._check_mismatch(totals)
-                on_policy = on_version and bool(totals["tokens_age0"] == totals["tokens"])
-                stats.add(totals, updater.apply(totals, step, adapt=not on_policy))
-        return stats
+    def _publish(self, step: int) -> Metrics:
+        """Publish the version that ``step`` made (-1: the start version); colocated, the device is free by then."""
+        if self._leader:
+            self._leader.stage(self._step)
+        if self._colocated:
+            self._updater.offload()
+            self._group.all_agree(True)  # every rank has given its device back
+        return self._leader.announce(step) if self._leader else {}
 
-    def _check_mismatch(self, totals: Totals) -> None:
-        """Tokens that exactly these weights sampled must have the same log-probability here, up to rounding."""
-        if self._config.actors.engine == "mock":  # its log-probabilities are made up
-            return
-        difference, dtype = difference_age0(totals), self._config.model.dtype
-        limit = MISMATCH_LIMITS[dtype]
-        if self._step == self._start and not difference <= limit:
-            raise AsyncRLError(
-                f"actor and learner disagree about the same weights (version {self._step}): mean |log-probability "
-                f"difference| {difference:.3g} over {int(totals['tokens_age0'])} tokens, limit {limit} for {dtype}; "
-                "check that both run this model, dtype, temperature and tokenizer (`async-rl doctor CONFIG`)"
-            )
-        if self._leader and dtype == "float32" and difference > NOISE_FLOOR and not self._warned:
-            self._warned = True
-            print(
-                f"async-rl: warning: step {self._step}: log-probabilities of the current version differ by "
-                f"{difference:.3g} on average between actor and learner; with actors.kv_cache = 'keep' a part of that "
-                "is old KV, the rest is a fault",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def _report(
-        self, leader: Leader, shard: Shard, step: int, metrics: dict[str, float], began: float, waited_s: float
-    ) -> None:
-        metrics |= leader.publish(step) | server_metrics(shard.stats) | leader.eval_metrics(shard.stats["evals"])
-        metrics |= {
-            "version": float(step + 1),
+    def _progress(self, began: float, waited_s: float) -> Metrics:
+        return {
+            "version": float(self._step),
             "tokens/trained": self._trained_tokens,
             "time/step_s": time.monotonic() - began,
             "time/wait_s": waited_s,
             "cpu_s": cpu_seconds(),
             "rss": float(rss_bytes()),
         }
-        leader.log(step, metrics)
 
 
-def server_metrics(stats: Mapping[str, Any]) -> dict[str, float]:
+def server_metrics(stats: Mapping[str, Any]) -> Metrics:
     """What the server tells with a shard: utilisation of both sides, mean length of what met which fate."""
     named = {f"util/{role}": share for role, share in stats["utilization"].items()}
     named |= {f"length/{fate}": length for fate, length in stats["lengths"].items()}

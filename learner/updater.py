@@ -1,51 +1,41 @@
-"""One optimiser update, from groups to new parameters; knows nothing of sockets.
+"""One optimiser update, from prepared groups to new parameters; knows nothing of sockets.
 
-groups ─► micro-batches ─► forward, backward ─► [ gradient │ scalars ] ─► one all_reduce ─► clip ─► AdamW
-          ------------------- gradient() -------------------------------   ------- apply() -------
+groups ─► learner.prepare ─► micro-batches ─► forward, backward ─► [ gradient │ scalars ] ─► one all_reduce ─► AdamW
+          - prepare() -----   -------------------- gradient() ----------------------------------------------  -apply()-
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from async_rl.config import Config
-from async_rl.data import Group, is_correct
+from async_rl.data import is_correct
 from async_rl.errors import AsyncRLError
 from async_rl.timer import StateTimer
-from learner.algorithms.grpo import RATIO_BINS, SUMS, grpo_loss
+from learner.algorithms.kl import adapt_kl_coef
+from learner.algorithms.objective import Counts, objective, sum_sizes
 from learner.algorithms.schedules import kl_adaptive_lr, warmup
-from learner.batching import MicroBatch, build_micro_batches, count_micro_batches
+from learner.algorithms.whitening import moments
+from learner.batching import MicroBatch
 from learner.flat import FlatParameters
 from learner.group import LearnerGroup
-from learner.logprobs import can_forward_trees, predicted_logprobs
+from learner.networks import Networks
 from learner.optimizer import FlatAdamW, clip_flat
+from learner.prepare import PreparedBatch, Preparer
 from learner.reference import Reference
 from learner.scalars import Scalars, Totals
+from learner.shard import MiniBatch
 
 MAX_SKIPPED = 5
 """Updates with a non-finite gradient in a row that end the run."""
 
-_REWARD_SUMS = ("sequences", "scored", "reward", "reward_squared", "correct")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MiniBatch:
-    """What one update of this rank trains on, and the global counts that its losses are divided by."""
-
-    groups: Sequence[Group]
-    """This rank's share."""
-    num_tokens: int
-    """Trained tokens over all ranks."""
-    num_sequences: int
-    """Sequences over all ranks."""
-    lengths_per_rank: Sequence[Sequence[int]]
-    """Lengths of the sequences that each rank has."""
+_BATCH_SUMS = ("sequences", "scored", "reward", "reward_squared", "correct", "advantage", "advantage_squared")
+_LOSSES = ("loss_policy", "loss_kl", "loss_value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,60 +50,52 @@ class Applied:
 
 
 class Updater:
-    """The model with its flat parameters and optimiser.
+    """The models with their flat parameters and optimiser.
 
     Args:
         config: algorithm and learner settings.
-        model: causal language model in float32 on the group's device; its parameters move into the flat vector.
-        reference: for the KL term, or None.
+        networks: on the group's device; what is trained of it moves into the flat vector.
         group: the ranks.
         timer: told when this rank trains and when it reduces.
     """
 
-    def __init__(
-        self, config: Config, model: Any, reference: Reference | None, group: LearnerGroup, timer: StateTimer
-    ) -> None:
+    def __init__(self, config: Config, networks: Networks, group: LearnerGroup, timer: StateTimer) -> None:
         self._config = config
         self._group = group
         self._timer = timer
-        self._reference = reference
         self._num_ages = config.buffer.max_staleness + 2
-        sizes = dict.fromkeys((*SUMS, *_REWARD_SUMS), 1)
-        sizes |= {"ratio_histogram": RATIO_BINS, "age_histogram": self._num_ages}
+        sizes = dict.fromkeys(_BATCH_SUMS, 1) | sum_sizes(self._num_ages)
         dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-        self.model = model
-        self.flat = FlatParameters({"policy": model}, group.device, sum(sizes.values()), dtype)
+        self.networks = networks
+        self.flat = FlatParameters(networks.trained, group.device, sum(sizes.values()), dtype)
         self.optimizer = FlatAdamW(self.flat, config.learner.betas, config.learner.weight_decay)
         self.lr = config.learner.lr
         """Learning rate before warm-up; the adaptive schedule changes it."""
+        self.kl_coef = config.algorithm.kl_coef
+        """β; the adaptive controller changes it."""
         self.skipped_in_row = 0
         self._scalars = Scalars(self.flat.tail, sizes)
-        self._trees = can_forward_trees(model)
+        self._preparer = Preparer(config, networks, group)
 
-    def gradient(self, batch: MiniBatch, version: int) -> Totals:
+    def prepare(self, mini_batches: Sequence[MiniBatch], version: int) -> list[PreparedBatch]:
+        """Make this rank's part of a step ready, at the parameters of its start; see :class:`Preparer`."""
+        self._timer.enter("training")
+        return self._preparer.prepare(mini_batches, version, self.kl_coef)
+
+    def gradient(self, batch: PreparedBatch) -> Totals:
         """Fill ``flat.grad`` with the gradient of the global mini-batch at the present parameters.
 
         Args:
             batch: this rank's share.
-            version: weight version that is trained, for the ages.
 
         Returns:
-            Sums over all ranks, the same on each: see :data:`learner.algorithms.grpo.SUMS`.
+            Sums over all ranks, the same on each: those of :func:`learner.algorithms.objective.sum_sizes`, and of the
+            rewards (as they came) and advantages of the mini-batch.
         """
         self._timer.enter("training")
-        budget = self._config.learner.micro_batch_tokens
-        micro_batches = build_micro_batches(
-            batch.groups,
-            version=version,
-            budget=budget,
-            count=max(count_micro_batches(lengths, budget) for lengths in batch.lengths_per_rank),
-            normalize_std=self._config.algorithm.normalize_std,
-            device=self._group.device,
-            trees=self._trees,
-        )
         self.flat.zero_grad()
-        self._scalars.add(_reward_sums(batch.groups))
-        for micro_batch in micro_batches:
+        self._scalars.add(_batch_sums(batch))
+        for micro_batch in batch.micro_batches(self._group.device):
             if len(micro_batch.reads_M):
                 self._backward(micro_batch, batch)
         self.flat.check_views()
@@ -136,7 +118,7 @@ class Updater:
             AsyncRLError: too many updates in a row were skipped.
         """
         norm = clip_flat(self.flat.grad, self._config.learner.max_grad_norm)
-        if not (math.isfinite(norm) and math.isfinite(float(totals["loss_policy"] + totals["loss_kl"]))):
+        if not (math.isfinite(norm) and all(math.isfinite(float(totals[name])) for name in _LOSSES)):
             self.skipped_in_row += 1
             if self.skipped_in_row >= MAX_SKIPPED:
                 raise AsyncRLError(
@@ -148,42 +130,62 @@ class Updater:
         if adapt and self._config.learner.lr_schedule == "kl_adaptive":
             kl = float(totals["kl_k3"] / totals["tokens"].clamp_min(1))
             self.lr = kl_adaptive_lr(self.lr, kl, self._config.learner.kl_target)
-        lr = self.lr * warmup(step, self._config.learner.warmup_steps)
-        self.optimizer.step(lr)
-        return Applied(norm, lr, skipped=False)
+        factor = warmup(step, self._config.learner.warmup_steps)
+        rates = {"policy": self.lr * factor, "critic": (self._config.learner.critic_lr or self.lr) * factor}
+        self.optimizer.step(rates)
+        return Applied(norm, rates["policy"], skipped=False)
 
-    def _backward(self, micro_batch: MicroBatch, batch: MiniBatch) -> None:
-        logprobs_N, entropy_N = predicted_logprobs(
-            self.model,
-            micro_batch.inputs_RL,
-            micro_batch.source_N,
-            micro_batch.targets_N,
-            self._config.sampling.temperature,
-            micro_batch.positions_RL,
-            micro_batch.visible_RLL,
-        )
-        reads_M = micro_batch.reads_M
-        loss, sums = grpo_loss(
+    def adapt_kl(self, measured: float | None) -> None:
+        """Let the adaptive controller move β, once a step; every rank has the same measurement."""
+        if measured is not None and self._config.algorithm.kl_controller == "adaptive":
+            self.kl_coef = adapt_kl_coef(self.kl_coef, measured, self._config.algorithm.kl_target)
+
+    def offload(self) -> None:
+        """Give the device's memory back until :meth:`restore`: parameters, gradients, moments and the reference.
+
+        On the CPU the memory is the host's already, so there is nothing to move.
+        """
+        if self._group.device.type == "cpu":
+            return
+        for part in self._parts:
+            part.offload()
+        torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        """Take the device's memory again, with the same values."""
+        if self._group.device.type == "cpu":
+            return
+        for part in self._parts:
+            part.restore()
+
+    @property
+    def _parts(self) -> list[FlatParameters | FlatAdamW | Reference]:
+        reference = self.networks.reference
+        return [self.flat, self.optimizer, *([reference] if reference is not None else [])]
+
+    def _backward(self, micro_batch: MicroBatch, batch: PreparedBatch) -> None:
+        loss, sums = objective(
             micro_batch,
-            logprobs_N[reads_M],
-            entropy_N[reads_M],
-            self._reference.logprobs(micro_batch) if self._reference else None,
+            self.networks.outputs(micro_batch),
             self._config.algorithm,
-            batch.num_tokens,
-            batch.num_sequences,
+            Counts(num_tokens=batch.num_tokens, num_sequences=batch.num_sequences, longest=self._config.max_sampled),
+            self.kl_coef,
             self._num_ages,
         )
         loss.backward()
         self._scalars.add(sums)
 
 
-def _reward_sums(groups: Sequence[Group]) -> dict[str, float]:
-    rewards_S = np.concatenate([np.zeros(0), *(g.rewards for g in groups)])
+def _batch_sums(batch: PreparedBatch) -> Mapping[str, float]:
+    rewards_S = batch.sequences.rewards_S.astype(np.float64)
     scored = rewards_S[np.isfinite(rewards_S)]
+    _, advantage, advantage_squared = moments(batch.signals.advantages_M).tolist()
     return {
         "sequences": len(rewards_S),
         "scored": len(scored),
         "reward": float(scored.sum()),
         "reward_squared": float(np.square(scored).sum()),
         "correct": int(is_correct(scored).sum()),
+        "advantage": advantage,
+        "advantage_squared": advantage_squared,
     }

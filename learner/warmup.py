@@ -1,8 +1,9 @@
-"""Build the tiny model of preset ``arithmetic``: 0.6M parameters, Qwen2, right on about half of the two-digit sums.
+"""Build the tiny start models: 0.6M parameters, Qwen2, a token per character.
 
-    python -m learner.warmup --out DIR
+    python -m learner.warmup tiny --out DIR           right on about half of the two-digit sums (preset ``arithmetic``)
+    python -m learner.warmup tiny-tools --out DIR     solves about a third of the multi-turn tasks (``calculator``, ...)
 
-    random weights ──supervised on training sums──► held-out greedy accuracy ≥ 0.45 ──► Hugging Face folder DIR
+    random weights ──supervised on training problems──► held-out accuracy in its window ──► Hugging Face folder DIR
 
 Reinforcement learning needs a model that is right sometimes. Held-out problems are only measured here, never trained.
 """
@@ -13,8 +14,8 @@ import argparse
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +23,40 @@ import torch
 from torch import Tensor, nn
 
 from async_rl.config import TaskConfig
-from async_rl.errors import AsyncRLError
 from async_rl.process import run_guarded
 from async_rl.tasks import Problem, load_task
 from async_rl.tasks.prompt import encode_prompt
+from learner.demonstrations import EXPERTS, Demonstration
+from learner.supervision import IGNORE, Lesson, supervise
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 VOCAB_SIZE = 128
-ENOUGH, TOO_MUCH = 0.45, 0.58
-"""The accuracy to stop at, and the one that must not be passed: the rest is left to learn."""
 
 _SEED = 0
-_BATCH = 64
-_LR = 1e-3
-_EVAL_EVERY = 10
-_MAX_STEPS = 4_000
-_IGNORE = -100
+_BATCH_TOKENS = 1_024
+"""Tokens of a batch of demonstrations, which differ much in length."""
+_TRAINED, _MEASURED = 6_000, 100
+"""Most demonstrations that are trained, and measured."""
+_WINDOWS = {"calculator": (0.35, 0.5), "guess": (0.15, 0.3), "gymnasium:FrozenLake-v1": (0.15, 0.3)}
+"""Accuracies between which each lesson ends. Guesses and moves other than the expert's may succeed, too: there, more
+than twice as many episodes do."""
 
 
 def build_tokenizer() -> Any:
-    """Make a character tokenizer: the id of a character is its ASCII code, and codes 0 to 3 are pad, bos, eos, unk."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    """Make a character tokenizer: the id of a character is its ASCII code, and codes 0 to 3 are pad, bos, eos, unk.
+
+    It is byte-level BPE without merges, because transformers loads the tokenizer of any Qwen2 folder as byte-level BPE:
+    of another kind it would drop the spaces there.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     special = {"<pad>": PAD, "<bos>": BOS, "<eos>": EOS, "<unk>": UNK}
-    vocab = special | {chr(code): code for code in range(len(special), VOCAB_SIZE)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    vocab = special | {bytes_.pre_tokenize_str(chr(code))[0][0]: code for code in range(len(special), VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", fuse_unk=True))
+    tokenizer.pre_tokenizer = bytes_
+    tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -81,93 +88,48 @@ def build_model() -> nn.Module:
     return Qwen2ForCausalLM(config)
 
 
+Row = list[tuple[list[int], bool]]
+"""A sequence in pieces: token ids, and whether the model is to write them."""
+
+
 def encode_problems(tokenizer: Any, problems: Sequence[Problem], task: TaskConfig) -> tuple[Tensor, Tensor]:
-    """Encode prompts with their right answers and the end token.
+    """Encode prompts with their right answers and the end token; see :func:`pad`."""
+    rows: list[Row] = []
+    for problem in problems:
+        answer = [*tokenizer(problem.columns["answer"])["input_ids"], EOS]
+        rows.append([(list(encode_prompt(tokenizer, problem, task)), False), (answer, True)])
+    return pad(rows)
+
+
+def encode_demonstrations(tokenizer: Any, shown: Sequence[Demonstration]) -> tuple[Tensor, Tensor]:
+    """Encode solved episodes, each turn with its end token; see :func:`pad`."""
+    rows: list[Row] = []
+    for episode in shown:
+        row: Row = [(tokenizer(episode.prompt)["input_ids"], False)]
+        for turn, observation in zip_longest(episode.turns, episode.observations, fillvalue=""):
+            row += [([*tokenizer(turn)["input_ids"], EOS], True), (tokenizer(observation)["input_ids"], False)]
+        rows.append(row)
+    return pad(rows)
+
+
+def pad(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """Make tensors of sequences.
 
     Returns:
-        ``(inputs, targets)``, both int64 [num_problems, length], padded on the right; ``targets`` are shifted by one
-        and hold -100 except where the answer or the end token is to be predicted.
+        ``(inputs, targets)``, both int64 [num_rows, length], padded on the right; ``targets`` are shifted by one and
+        hold -100 except where a piece that the model writes is to be predicted.
     """
-    rows = []
-    for problem in problems:
-        prompt = encode_prompt(tokenizer, problem, task)
-        rows.append((len(prompt), [*prompt, *tokenizer(problem.columns["answer"])["input_ids"], EOS]))
-    length = max(len(ids) for _, ids in rows)
-    inputs = torch.full((len(rows), length - 1), PAD)
-    targets = torch.full((len(rows), length - 1), _IGNORE)
-    for i, (num_prompt, ids) in enumerate(rows):
-        inputs[i, : len(ids) - 1] = torch.tensor(ids[:-1])
-        targets[i, num_prompt - 1 : len(ids) - 1] = torch.tensor(ids[num_prompt:])
-    return inputs, targets
-
-
-@torch.no_grad()
-def greedy_accuracy(model: nn.Module, inputs: Tensor, targets: Tensor) -> float:
-    """Share of rows that greedy decoding answers exactly.
-
-    One forward pass is enough: greedy decoding gives the right answer if and only if, along the right answer, each next
-    token is the most likely one.
-    """
-    predicted = model(input_ids=inputs).logits.argmax(-1)
-    return float(((predicted == targets) | (targets == _IGNORE)).all(1).float().mean())
-
-
-def supervise(
-    model: nn.Module, train: tuple[Tensor, Tensor], heldout: tuple[Tensor, Tensor], say: Callable[[str], None]
-) -> float:
-    """Train on right answers until the held-out accuracy is enough; returns that accuracy.
-
-    Raises:
-        AsyncRLError: the accuracy did not reach its window.
-    """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, weight_decay=0.01, foreach=True)
-    start, before = time.monotonic(), _snapshot(model)
-    for step in range(1, _MAX_STEPS + 1):
-        loss = _step(model, optimizer, *train)
-        if step % _EVAL_EVERY:
-            continue
-        accuracy = greedy_accuracy(model, *heldout)
-        if accuracy >= TOO_MUCH:
-            accuracy = step_back(model, before, heldout)
-        before = _snapshot(model)
-        if accuracy >= ENOUGH or step % (10 * _EVAL_EVERY) == 0:
-            say(f"step {step:4d}  loss {loss:.3f}  held-out {accuracy:.3f}  {time.monotonic() - start:.1f} s")
-        if ENOUGH <= accuracy < TOO_MUCH:
-            return accuracy
-    raise AsyncRLError(f"the tiny model has {accuracy:.3f} held-out accuracy after {step} steps, not {ENOUGH} or more")
-
-
-def step_back(model: nn.Module, before: list[Tensor], heldout: tuple[Tensor, Tensor]) -> float:
-    """Bisect the line from ``before`` to the present weights for a point in the window; returns its accuracy.
-
-    A few updates can carry the model across the whole window; how many depends on the processor's rounding.
-    """
-    after, low, high = _snapshot(model), 0.0, 1.0
-    for _ in range(12):
-        middle = (low + high) / 2
-        with torch.no_grad():
-            for parameter, a, b in zip(model.parameters(), before, after, strict=True):
-                parameter.copy_(torch.lerp(a, b, middle))
-        accuracy = greedy_accuracy(model, *heldout)
-        if ENOUGH <= accuracy < TOO_MUCH:
-            break
-        low, high = (low, middle) if accuracy >= TOO_MUCH else (middle, high)
-    return accuracy
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> float:
-    rows = torch.randint(len(inputs), (_BATCH,))
-    logits = model(input_ids=inputs[rows]).logits
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets[rows].flatten(), ignore_index=_IGNORE)
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return loss.item()
-
-
-def _snapshot(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
+    length = max(sum(len(ids) for ids, _ in row) for row in rows)
+    inputs = torch.full((len(rows), length), PAD)
+    targets = torch.full((len(rows), length), IGNORE)
+    for i, row in enumerate(rows):
+        start = 0
+        for ids, is_written in row:
+            inputs[i, start : start + len(ids)] = torch.tensor(ids, dtype=torch.long)
+            if is_written:
+                targets[i, start : start + len(ids)] = inputs[i, start : start + len(ids)]
+            start += len(ids)
+    return inputs[:, :-1], targets[:, 1:]
 
 
 def save(model: Any, tokenizer: Any, out: Path) -> None:
@@ -185,19 +147,47 @@ def save(model: Any, tokenizer: Any, out: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def tiny_lessons(tokenizer: Any) -> list[Lesson]:
+    """Sums of two numbers of two digits."""
+    task = TaskConfig(name="addition", digits=2)
+    data = load_task(task, _SEED)
+    train, heldout = (encode_problems(tokenizer, problems, task) for problems in (data.train, data.heldout))
+    return [Lesson(name="addition", train=train, heldout=heldout, enough=0.45, too_much=0.58)]
+
+
+def tools_lessons(tokenizer: Any) -> list[Lesson]:
+    """The protocols of the environments that ship, as experts play them."""
+    lessons = []
+    for name, expert in EXPERTS.items():
+        data = load_task(TaskConfig(environment=name), _SEED)
+        train, heldout = (
+            encode_demonstrations(tokenizer, [expert(p) for p in problems[:most]])
+            for problems, most in ((data.train, _TRAINED), (data.heldout, _MEASURED))
+        )
+        batch = max(1, _BATCH_TOKENS // train[0].shape[1])
+        enough, too_much = _WINDOWS[name]
+        lessons.append(Lesson(name=name, train=train, heldout=heldout, enough=enough, too_much=too_much, batch=batch))
+    return lessons
+
+
+MODELS: Mapping[str, Callable[[Any], list[Lesson]]] = {"tiny": tiny_lessons, "tiny-tools": tools_lessons}
+"""The lessons of each model that can be built, by the name that ``model.path`` gives it."""
+
+
 def main() -> None:
     """Build, supervise, save."""
-    parser = argparse.ArgumentParser(prog="python -m learner.warmup", description="Build the tiny arithmetic model.")
+    parser = argparse.ArgumentParser(prog="python -m learner.warmup", description="Build a tiny start model.")
+    parser.add_argument("model", choices=sorted(MODELS))
     parser.add_argument("--out", type=Path, required=True, help="folder to write, replaced if it is there")
-    out = parser.parse_args().out
+    args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(_SEED)
-    task = TaskConfig(name="addition", digits=2)
-    data, tokenizer, model = load_task(task, _SEED), build_tokenizer(), build_model()
-    train, heldout = (encode_problems(tokenizer, problems, task) for problems in (data.train, data.heldout))
-    accuracy = supervise(model, train, heldout, lambda line: print(line, flush=True))
-    save(model, tokenizer, out)
-    print(f"tiny model with {accuracy:.1%} held-out accuracy in {out}", flush=True)
+    tokenizer, model = build_tokenizer(), build_model()
+    lessons = MODELS[args.model](tokenizer)
+    found = supervise(model, lessons, lambda line: print(line, flush=True))
+    save(model, tokenizer, args.out)
+    text = ", ".join(f"{lesson.name} {accuracy:.1%}" for lesson, accuracy in zip(lessons, found, strict=True))
+    print(f"model {args.model} with held-out accuracy {text} in {args.out}", flush=True)
 
 
 if __name__ == "__main__":

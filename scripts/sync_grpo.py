@@ -1,6 +1,6 @@
-"""GRPO on a language model, synchronously, in one process: the whole thing without sockets and buffer.
+"""Any algorithm on a language model, synchronously, in one process: the whole thing without sockets and buffer.
 
-    problems ─► engine samples with the present weights ─► verifier ─► gradient, AdamW ─► engine gets the new weights
+    problems ─► engine samples with the present weights ─► verifier ─► updates of a step ─► engine gets the new weights
         ▲                                                                                          │
         └──────────────────────────────────── next step ◄──────────────────────────────────────────┘
 
@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import torch
-
 from actors.engines.base import Completion, Request
 from actors.engines.factory import make_engine
 from actors.heldout import answer, rewards_of
@@ -31,23 +29,27 @@ from actors.verify import VerifierPool
 from async_rl.buffer.stream import task_index
 from async_rl.config import Config, load_config
 from async_rl.data import Group, make_group, token_trajectory
-from async_rl.errors import AsyncRLError
-from async_rl.models import load_causal_lm, load_tokenizer, resolve_model, stop_token_ids
+from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.metrics import Metrics
+from async_rl.models import load_tokenizer, resolve_model, stop_token_ids
 from async_rl.tasks import Problem, load_task
 from async_rl.tasks.prompt import decode_completion, encode_prompt
 from async_rl.timer import StateTimer
 from async_rl.weights.segment import SegmentReader
 from learner.group import LearnerGroup, read_placement
+from learner.networks import load_networks
 from learner.publisher import Publisher
-from learner.reference import Reference
-from learner.step_stats import StepStats
-from learner.updater import MiniBatch, Updater
+from learner.shard import MiniBatch
+from learner.step import train_step
+from learner.updater import Updater
 
 
 class SyncRun:
     """All parts of a run, in this process."""
 
     def __init__(self, config: Config) -> None:
+        if config.task.environment or config.stages or config.reward.model or config.reward.judge:
+            raise ConfigError("this script plays single turns and asks the verifier alone: use `async-rl run`")
         self.config = config
         folder = resolve_model(config.model.path)
         placement = read_placement({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, 1, config.model.device)
@@ -56,14 +58,9 @@ class SyncRun:
         self.tokenizer, self.stops = load_tokenizer(folder), stop_token_ids(folder)
         self.verifiers = VerifierPool(config.task.verifier or self.data.verifier, config.task.timeout_s, 1)
         self.engine = make_engine(config, folder, "sync")
-        model = load_causal_lm(folder, torch.float32, group.device)
-        reference = None
-        if config.algorithm.kl_coef > 0:
-            reference = Reference(load_causal_lm(folder, torch.float32, group.device), config.sampling.temperature)
-        self.updater = Updater(config, model, reference, group, StateTimer())
-        self.publisher = Publisher(
-            f"sync-{os.getpid()}", self.updater.flat.layout, config.weights.chunk_bytes, config.model.dtype
-        )
+        self.updater = Updater(config, load_networks(config, folder, group.device), group, StateTimer())
+        slots = self.updater.flat.slots("policy")
+        self.publisher = Publisher(f"sync-{os.getpid()}", slots, config.weights.chunk_bytes, config.model.dtype)
         self.reader = SegmentReader()
 
     def publish(self, version: int) -> None:
@@ -129,21 +126,20 @@ class SyncRun:
         """The text that is verified."""
         return decode_completion(self.tokenizer, ids, self.stops)
 
-    def train(self, step: int, groups: list[Group]) -> dict[str, float]:
+    def train(self, step: int, groups: list[Group]) -> Metrics:
         """Update on the groups: the same mini-batches as the buffer server makes for one rank."""
-        stats, count = StepStats(), self.config.algorithm.minibatches
+        count = self.config.algorithm.minibatches
         bounds = [i * len(groups) // count for i in range(count + 1)]
-        for _ in range(self.config.algorithm.epochs):
-            for first, last in pairwise(bounds):
-                part = groups[first:last]
-                batch = MiniBatch(
-                    groups=part,
-                    num_tokens=sum(g.num_sampled for g in part),
-                    num_sequences=sum(len(g) for g in part),
-                    lengths_per_rank=[[n for g in part for n in g.lengths]],
-                )
-                stats.add(totals := self.updater.gradient(batch, step), self.updater.apply(totals, step, adapt=False))
-        return stats.metrics(self.config.algorithm.epochs)
+        mini_batches = [
+            MiniBatch(
+                groups=part,
+                num_tokens=sum(g.num_sampled for g in part),
+                num_sequences=sum(len(g) for g in part),
+                lengths_per_rank=[[n for g in part for n in g.lengths]],
+            )
+            for part in (groups[first:last] for first, last in pairwise(bounds))
+        ]
+        return train_step(self.config, self.updater, mini_batches, step).metrics()
 
     def evaluate(self) -> float:
         """Greedy accuracy on the held-out problems."""
@@ -183,7 +179,7 @@ def main() -> None:
                 seconds = time.perf_counter() - began
                 print(f"step {step:4d}  reward {metrics['reward/mean']:.3f}  {seconds:.2f} s", flush=True)
         print(f"held-out accuracy at the end {run.evaluate():.3f}", flush=True)
-        run.updater.model.save_pretrained(args.out / "hf", state_dict=run.updater.flat.tensors())
+        run.updater.networks.policy.save_pretrained(args.out / "hf", state_dict=run.updater.flat.tensors("policy"))
     finally:
         run.close()
 

@@ -3,6 +3,8 @@
 submit(requests) ─► step() ─► completions          (tokens in, tokens out; log-probabilities and versions per token)
                       ▲
 load_weights(v) ──────┘ between two steps: running requests go on, later tokens carry version v
+
+sleep() ─► wake() ─► load_weights(v) ─► step()     nothing is sampled before the new version is proven
 """
 
 from __future__ import annotations
@@ -59,6 +61,18 @@ class Engine(Protocol):
         """Weight version that samples now; -1 before the first :meth:`load_weights`."""
 
     @property
+    def proven(self) -> bool:
+        """Whether it may sample: what it holds was proven to be :attr:`version`.
+
+        False before the first version, from :meth:`sleep` on, and after a :meth:`load_weights` that failed when
+        something had changed already. An engine that is not proven samples nothing.
+        """
+
+    @property
+    def last_pause_s(self) -> float:
+        """Seconds for which the last :meth:`load_weights` kept the engine from decoding."""
+
+    @property
     def num_running(self) -> int:
         """Samples that are decoded or wait for a slot."""
 
@@ -91,6 +105,19 @@ class Engine(Protocol):
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Drop requests with all their samples; they yield no completion."""
+
+    def sleep(self) -> None:
+        """Give the device's memory back (weights, KV cache); only while nothing runs. Does nothing when asleep.
+
+        Raises:
+            AsyncRLError: samples run.
+        """
+
+    def wake(self) -> None:
+        """Take the memory again; the next :meth:`load_weights` brings the weights, and wakes by itself if need be.
+
+        Does nothing when awake.
+        """
 
     def close(self) -> None:
         """Free everything, child processes included."""

@@ -74,4 +74,5 @@ def _vllm(config: Config, model_path: Path, name: str) -> Engine:
         stop_token_ids=stop_token_ids(model_path),
         seed=fresh_seed(config.seed, name),
         kv_cache=config.actors.kv_cache,
+        sleep_mode=config.actors.placement == "colocated",
     )

@@ -28,6 +28,7 @@ class FlatWeights:
         self._parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
         self._layout: tuple[Tensor, ...] = ()
         self._flat = torch.empty(0, dtype=torch.uint8)
+        self._chunks: tuple[int, ...] = ()
 
     def load(self, manifest: Manifest, data: memoryview) -> str:
         """Copy a version in; return the checksum of the engine's own memory.
@@ -48,7 +49,24 @@ class FlatWeights:
                 part = source[start : start + _STAGE_BYTES].copy()
                 self._flat[start : start + len(part)].copy_(torch.from_numpy(part))
         held = memoryview(self._flat.cpu().numpy())
-        return combine(chunk_checksums(held, manifest.chunk_bytes))
+        self._chunks = chunk_checksums(held, manifest.chunk_bytes)
+        return combine(self._chunks)
+
+    def differing(self, manifest: Manifest) -> list[str]:
+        """Names of the tensors with bytes in chunks that are not as ``manifest`` says, after :meth:`load` of it."""
+        size = manifest.chunk_bytes
+        wrong = {i for i, (held, sent) in enumerate(zip(self._chunks, manifest.chunks, strict=True)) if held != sent}
+        return [
+            t.name
+            for t in manifest.tensors
+            if not wrong.isdisjoint(range(t.offset // size, -(-(t.offset + t.nbytes) // size)))
+        ]
+
+    def free(self) -> None:
+        """Give the memory of all parameters back, keeping their shapes; the next :meth:`load` takes it again."""
+        for parameter in self._parameters.values():
+            parameter.data = parameter.new_empty(()).expand(parameter.shape)
+        self._flat, self._layout = self._flat.new_empty(0), ()
 
     def _bind(self, manifest: Manifest) -> None:
         device = next(iter(self._parameters.values())).device

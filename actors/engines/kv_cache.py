@@ -63,6 +63,10 @@ class KVCache(Cache):
         self._store = torch.zeros((*old.shape[:2], rows, length, *old.shape[4:]), dtype=old.dtype, device=old.device)
         self._store[:, :, :have_rows, :have_length] = old
 
+    def free(self) -> None:
+        """Give the memory back; no row is in use."""
+        self._store = self._store[:, :, :0, :0].clone()
+
     def begin_prefill(self, first_row: int, num_rows: int) -> None:
         """Say that the next forward reads whole prompts [num_rows, length] into rows from ``first_row``."""
         self._prefill = slice(first_row, first_row + num_rows)

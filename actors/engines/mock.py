@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from actors.engines.alarm import Alarm
 from actors.engines.base import Completion, Request
-from async_rl.errors import WeightsError
+from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.weights.manifest import Manifest, chunk_checksums, combine
 
 
@@ -72,6 +72,7 @@ class MockEngine:
         self._alarm = Alarm()
         self._wait = wait or self._wait_for_alarm
         self._swaps: list[tuple[float, int]] = []
+        self._proven = False
         self._queue: deque[_Sample] = deque()
         self._running: list[_Sample] = []
         self._unfinished: dict[int, int] = {}
@@ -81,6 +82,16 @@ class MockEngine:
     def version(self) -> int:
         """Version that stamps tokens now; -1 before the first."""
         return self._swaps[-1][1] if self._swaps else -1
+
+    @property
+    def proven(self) -> bool:
+        """Whether it may sample: a version was loaded since it last slept."""
+        return self._proven
+
+    @property
+    def last_pause_s(self) -> float:
+        """0: its clock runs on while a version is verified."""
+        return 0.0
 
     @property
     def num_running(self) -> int:
@@ -112,12 +123,12 @@ class MockEngine:
         """Wait until the next sample ends, at most ``timeout_s``; return all that have ended. Idle is ``[]`` at once.
 
         Raises:
-            WeightsError: no version was loaded.
+            WeightsError: no version was loaded, or it slept since.
         """
         if not self.num_running:
             return []
-        if not self._swaps:
-            raise WeightsError("the engine holds no version of the weights: load one before sampling")
+        if not self._proven:
+            raise WeightsError("the engine holds no proven version of the weights: load one before sampling")
         remaining = min(timeout_s, self._running[0].finish_s - self._clock())
         if remaining > 0:
             self._wait(remaining)
@@ -133,6 +144,8 @@ class MockEngine:
         oldest = min((s.start_s for s in self._running), default=math.inf)
         keep = max((i for i, (since, _) in enumerate(self._swaps) if since <= oldest), default=0)
         self._swaps = [*self._swaps[keep:], (self._clock(), manifest.version)]
+        self._proven = True
+        self._start(self._clock())
         return combine(chunk_checksums(data, manifest.chunk_bytes))
 
     def abort(self, request_ids: Sequence[int]) -> None:
@@ -144,6 +157,19 @@ class MockEngine:
         for i in ids:
             self._unfinished.pop(i, None)
         self._start(self._clock())
+
+    def sleep(self) -> None:
+        """Need a new version before the next sample; there is no memory to give back.
+
+        Raises:
+            AsyncRLError: samples run.
+        """
+        if self.num_running:
+            raise AsyncRLError(f"{self.num_running} samples run: an engine goes to sleep only when none does")
+        self._proven = False
+
+    def wake(self) -> None:
+        """Nothing."""
 
     def close(self) -> None:
         """Drop everything."""
@@ -166,7 +192,7 @@ class MockEngine:
         return samples
 
     def _start(self, now: float) -> None:
-        while self._queue and len(self._running) < self._slots:
+        while self._proven and self._queue and len(self._running) < self._slots:
             sample = self._queue.popleft()
             sample.start_s, sample.finish_s = now, now + sample.duration_s
             heapq.heappush(self._running, sample)
@@ -192,7 +218,7 @@ class MockEngine:
         length = len(sample.tokens)
         emitted = sample.start_s + sample.duration_s * np.arange(1, length + 1) / length
         since, versions = (np.asarray(column) for column in zip(*self._swaps, strict=True))
-        live = np.searchsorted(since, emitted, side="right") - 1  # before the first load: stamped with the first
+        live = np.searchsorted(since, emitted, side="right") - 1
         logprobs = np.full(length, self._word_logprob, np.float32)
         if sample.stopped:
             logprobs[-1] = self._stop_logprob
@@ -201,6 +227,6 @@ class MockEngine:
             sample=sample.index,
             tokens=sample.tokens,
             logprobs=logprobs,
-            versions=versions[np.maximum(live, 0)].astype(np.int32),
+            versions=versions[live].astype(np.int32),
             finish_reason="stop" if sample.stopped else "length",
         )

@@ -1,25 +1,30 @@
-"""Load a published version into a model with fused parameters, and compare what it then holds, tensor by tensor.
+"""Load a published version into a model with fused parameters, and prove what it then holds by its checksum.
 
-published  q_proj ──┐  vLLM's own loader writes
-           k_proj ──┼──► qkv_proj  held
+published  q_proj ──┐  vLLM's own loader writes                                           held
+           k_proj ──┼──► qkv_proj  held ── rows of q, k, v in published order ──xxh3──►  checksum == published?
            v_proj ──┘  :func:`locate` finds the rows by itself: a fault of either shows as a difference
+
+The proof reads the engine's own memory once and nothing else, so that it holds whatever happens to the segment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
+import xxhash
 
 from async_rl.errors import WeightsError
-from async_rl.weights.manifest import Manifest
+from async_rl.weights.manifest import Manifest, Tensor, combine
 
 Places = Mapping[str, tuple[str, int]]
 """For each published tensor the parameter that holds it, and its first row there."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_STAGE_BYTES = 64 << 20
+"""Bytes per copy from device to host."""
 
 
 def tensors(manifest: Manifest, data: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
@@ -38,17 +43,26 @@ def place(model: Any, manifest: Manifest, padded: frozenset[str]) -> Places:
         padded: parameters that may have more rows than their published tensor.
 
     Raises:
-        WeightsError: naming a tensor that has no place or another shape, or a parameter that was not published.
+        WeightsError: naming a tensor that has no place, another shape or a wider type, or overlaps another one, or a
+            parameter that was not published.
     """
     held = dict(model.named_parameters(remove_duplicate=False))
     shapes = {t.name: t.shape for t in manifest.tensors}
+    dtypes = {t.name: _DTYPES[t.dtype] for t in manifest.tensors}
     fused = getattr(model, "packed_modules_mapping", {})
     if scalars := [name for name, shape in shapes.items() if not shape]:
         raise WeightsError(f"version {manifest.version}: {scalars[0]} has no rows")
+    for before, after in pairwise(_in_order(manifest)):
+        if after.offset < before.offset + before.nbytes or after.name == before.name:
+            raise WeightsError(f"version {manifest.version}: {after.name} overlaps {before.name}")
     places = {name: locate(name, held, shapes, fused) for name in shapes}
     rows: dict[int, int] = {}
     for name, (owner, start) in places.items():
         whole, shape = held[owner], shapes[name]
+        if whole.element_size() < dtypes[name].itemsize:
+            raise WeightsError(
+                f"version {manifest.version}: {name} is {dtypes[name]}, {owner} holds only {whole.dtype}"
+            )
         if whole[start : start + shape[0]].shape != shape:
             raise WeightsError(f"version {manifest.version}: {name} is {shape}, {owner} is {tuple(whole.shape)}")
         rows[id(whole)] = whole.shape[0] if owner in padded else rows.get(id(whole), 0) + shape[0]
@@ -100,19 +114,96 @@ def load(model: Any, manifest: Manifest, data: memoryview) -> None:
         raise WeightsError(f"version {manifest.version}: vLLM does not take it: {error!r}") from error
 
 
-def compare(model: Any, manifest: Manifest, data: memoryview, places: Places) -> None:
-    """Compare the bits of all that the model holds with what was published, rounded to the model's dtype.
+def prove(model: Any, manifest: Manifest, data: memoryview, places: Places) -> str:
+    """Compute the checksum of all that the model holds, in the order and the chunks of what was published.
+
+    Args:
+        model: vLLM's model.
+        manifest: what was published.
+        data: the published bytes; read only between tensors, and to say what differs.
+        places: from :func:`place`.
+
+    Returns:
+        The checksum of the bytes held; it is that of the manifest.
 
     Raises:
-        WeightsError: naming a tensor that differs.
+        WeightsError: it is not, naming the first chunk that differs and its tensors.
     """
-    held = dict(model.named_parameters(remove_duplicate=False))
-    for name, expected in tensors(manifest, data):
-        owner, start = places[name]
-        view = held[owner].data[start : start + expected.shape[0]]
-        if not torch.equal(_bits(view), _bits(expected.to(view.device, view.dtype))):
-            raise WeightsError(f"version {manifest.version}: the engine does not hold {name} as it was published")
+    hasher = _ChunkHasher(manifest.chunk_bytes)
+    position = 0
+    for tensor in _in_order(manifest):
+        hasher.update(data[position : tensor.offset])
+        for part in _host_bytes(_held(model, tensor, places)):
+            hasher.update(part)
+        position = tensor.offset + tensor.nbytes
+    hasher.update(data[position : manifest.nbytes])
+    chunks = hasher.finish()
+    for index, (held, published) in enumerate(zip(chunks, manifest.chunks, strict=True)):
+        if held != published:
+            raise WeightsError(_difference(model, manifest, data, places, index))
+    return combine(chunks)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(_BITS[tensor.element_size()])
+class _ChunkHasher:
+    """xxh3-64 of each chunk of a stream."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._chunk_bytes = self._room = chunk_bytes
+        self._hash = xxhash.xxh3_64()
+        self._digests: list[int] = []
+
+    def update(self, data: memoryview) -> None:
+        while data.nbytes:
+            part = data[: self._room]
+            self._hash.update(part)
+            self._room -= part.nbytes
+            data = data[part.nbytes :]
+            if not self._room:
+                self._close()
+
+    def finish(self) -> list[int]:
+        if self._room < self._chunk_bytes:
+            self._close()
+        return self._digests
+
+    def _close(self) -> None:
+        self._digests.append(self._hash.intdigest())
+        self._hash.reset()
+        self._room = self._chunk_bytes
+
+
+def _in_order(manifest: Manifest) -> list[Tensor]:
+    return sorted(manifest.tensors, key=lambda t: t.offset)
+
+
+def _held(model: Any, tensor: Tensor, places: Places) -> torch.Tensor:
+    """The model's own memory of a published tensor, in the published dtype (the same memory if that is the model's)."""
+    owner, start = places[tensor.name]
+    rows: torch.Tensor = model.get_parameter(owner).data[start : start + tensor.shape[0]]
+    return rows.to(_DTYPES[tensor.dtype])
+
+
+def _host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor on any device; each part is valid until the next one is asked for."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    if flat.device.type == "cpu":
+        yield memoryview(flat.numpy())
+        return
+    stage = torch.empty(min(_STAGE_BYTES, flat.numel()), dtype=torch.uint8, pin_memory=True)  # cached by torch
+    for part in flat.split(_STAGE_BYTES):
+        yield memoryview(stage[: part.numel()].copy_(part).numpy())
+
+
+def _difference(model: Any, manifest: Manifest, data: memoryview, places: Places, index: int) -> str:
+    """A sentence about a chunk whose held bytes are not those that were published."""
+    begin, end = index * manifest.chunk_bytes, (index + 1) * manifest.chunk_bytes
+    inside = [t for t in _in_order(manifest) if t.offset < end and t.offset + t.nbytes > begin]
+    names = ", ".join(t.name for t in inside)
+    if xxhash.xxh3_64_intdigest(manifest.chunk(data, index)) != manifest.chunks[index]:
+        return f"version {manifest.version}: chunk {index} ({names}) was overwritten while it was loaded"
+    for tensor in inside:
+        held = b"".join(_host_bytes(_held(model, tensor, places)))
+        if held != data[tensor.offset : tensor.offset + tensor.nbytes]:
+            names = tensor.name
+            break
+    return f"version {manifest.version}: the engine does not hold {names} as it was published (chunk {index})"

@@ -10,6 +10,8 @@ from __future__ import annotations
 import mmap
 import os
 
+import numpy as np
+
 from async_rl.errors import WeightsError
 
 _KEEP = 4
@@ -26,7 +28,7 @@ class Segments:
         self._mapped: dict[str, tuple[tuple[int, int, int], mmap.mmap]] = {}
 
     def map(self, path: str, nbytes: int) -> memoryview:
-        """Map the file and return its first ``nbytes``; writes to them stay private.
+        """Map the file and return its first ``nbytes``, faulted in; writes to them stay private.
 
         Raises:
             WeightsError: no such file, or it is shorter.
@@ -44,6 +46,8 @@ class Segments:
                 view = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY)
             finally:
                 os.close(descriptor)
+            # now, not while the engine is paused for a swap; MAP_POPULATE would copy the pages of a private mapping
+            np.frombuffer(view, np.uint8)[:: mmap.PAGESIZE].max()
             self._mapped[path] = (_identity(status), view)
             while len(self._mapped) > _KEEP:
                 del self._mapped[next(iter(self._mapped))]

@@ -11,6 +11,7 @@ sharing one as long as they draw equal tokens. A short answer that most samples 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -24,7 +25,7 @@ from actors.engines.flat_weights import FlatWeights
 from actors.engines.kv_cache import ATTENTION, KVCache, plan_rows
 from actors.engines.sampling import sample_tokens
 from actors.engines.slots import Slots
-from async_rl.errors import WeightsError
+from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.models import check_head, last_hidden, load_causal_lm
 from async_rl.weights.manifest import Manifest
 
@@ -78,6 +79,7 @@ class TorchEngine:
         self._weights = FlatWeights(self._model)
         self._version = -1
         self._proven = False
+        self._last_pause_s = 0.0
         self._slots = Slots(slots, stop_token_ids)
         self._cached = np.empty(0, np.int64)  # [num_rows] positions of each row that the cache holds
         self._pending = np.empty(0, np.int64)  # [num_rows] token of each row that was drawn but not yet read
@@ -86,6 +88,16 @@ class TorchEngine:
     def version(self) -> int:
         """Weight version that samples now; -1 before the first."""
         return self._version
+
+    @property
+    def proven(self) -> bool:
+        """Whether it may sample: its weights are those of :attr:`version`, by their checksum."""
+        return self._proven
+
+    @property
+    def last_pause_s(self) -> float:
+        """Seconds that the last :meth:`load_weights` took, all of them without decoding."""
+        return self._last_pause_s
 
     @property
     def num_running(self) -> int:
@@ -139,11 +151,13 @@ class TorchEngine:
             WeightsError: it is not of this model (nothing has changed then), or the engine's memory does not have the
                 published checksum (nothing is sampled then until a version is proven).
         """
+        began = time.perf_counter()
         checksum = self._weights.load(manifest, data)
         if checksum != manifest.checksum:
             self._proven = False
             raise WeightsError(
-                f"version {manifest.version}: the engine holds {checksum}, published was {manifest.checksum}"
+                f"version {manifest.version}: the engine holds {checksum}, published was {manifest.checksum}; what "
+                f"differs lies within {', '.join(self._weights.differing(manifest)[:5])}"
             )
         if self._version < 0:
             check_head(self._model)
@@ -152,6 +166,7 @@ class TorchEngine:
             prefixes = self._slots.prefixes(len(self._cached))
             with torch.inference_mode():
                 self._prefill(0, [p[:n].astype(np.int64) for p, n in zip(prefixes, self._cached, strict=True)])
+        self._last_pause_s = time.perf_counter() - began
         return checksum
 
     def abort(self, request_ids: Sequence[int]) -> None:
@@ -160,6 +175,23 @@ class TorchEngine:
         rows = self._slots.row[self._slots.active]
         with torch.inference_mode():
             self._branch(rows, self._pending[rows])
+
+    def sleep(self) -> None:
+        """Give the memory of weights and KV cache back to the device; only while nothing runs.
+
+        Raises:
+            AsyncRLError: samples run.
+        """
+        if self.num_running:
+            raise AsyncRLError(f"{self.num_running} samples run: an engine goes to sleep only when none does")
+        self._proven = False
+        self._weights.free()
+        self._cache.free()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # or torch would keep it from the learner's process
+
+    def wake(self) -> None:
+        """Nothing: :meth:`load_weights` and :meth:`step` take memory when they need it."""
 
     def close(self) -> None:
         """Free model and cache."""

@@ -1,7 +1,10 @@
 """The vLLM engine: real vLLM behind our engine interface, with weight updates in flight and versions per token.
 
     submit ─► VLLMThread ─► AsyncLLM ─► EngineCore process ─► Inbox ─► step ─► completions
-    load_weights ─► pause · map segment · load · read back · checksum · resume          (vllm_worker.py)
+    load_weights ─► map segment · place │ pause · load · read back · checksum · resume      (vllm_worker.py)
+
+vLLM starts paused, and is paused from :meth:`VLLMEngine.sleep`, or a version that could not be proven, until one is.
+Requests wait meanwhile; nothing is ever sampled from weights without proof.
 
 ``Request.seed`` is not used: seeded requests fault on vLLM's CPU build and slow sampling down elsewhere. The engine's
 own seed makes each engine and each restart sample differently.
@@ -49,6 +52,7 @@ class VLLMEngine:
         stop_token_ids: tokens that end a completion.
         seed: of the engine, see :func:`fresh_seed`.
         kv_cache: whether running requests keep the KV that older weights computed, or recompute it after an update.
+        sleep_mode: whether :meth:`sleep` gives the device's memory back; without it, it only pauses.
         deadline_s: longest wait for vLLM's answer to one call.
         start_timeout_s: longest wait for its start.
 
@@ -66,6 +70,7 @@ class VLLMEngine:
         stop_token_ids: Sequence[int],
         seed: int,
         kv_cache: Literal["keep", "recompute"] = "keep",
+        sleep_mode: bool = False,
         deadline_s: float = 60.0,
         start_timeout_s: float = 600.0,
     ) -> None:
@@ -73,6 +78,8 @@ class VLLMEngine:
         self._stop_token_ids = list(stop_token_ids)
         self._deadline_s = deadline_s
         self._version = -1
+        self._proven = self._asleep = False
+        self._last_pause_s = 0.0
         self._live: dict[int, tuple[str, int]] = {}
         self._serial = itertools.count()
         self._inbox: Inbox[Output] = Inbox()
@@ -85,6 +92,7 @@ class VLLMEngine:
             context=context,
             seed=seed,
             recompute=kv_cache == "recompute",
+            sleep_mode=sleep_mode,
         )
         self._thread = VLLMThread(settings, self._inbox, start_timeout_s)
 
@@ -92,6 +100,16 @@ class VLLMEngine:
     def version(self) -> int:
         """Weight version that samples now; -1 before the first :meth:`load_weights`."""
         return self._version
+
+    @property
+    def proven(self) -> bool:
+        """Whether it samples: it holds :attr:`version`, and that is proven."""
+        return self._proven
+
+    @property
+    def last_pause_s(self) -> float:
+        """Seconds for which nothing was decoded during the last update, from the pause of vLLM's scheduler on."""
+        return self._last_pause_s
 
     @property
     def num_running(self) -> int:
@@ -156,16 +174,47 @@ class VLLMEngine:
                 to a segment of our own first.
 
         Raises:
-            WeightsError: the engine does not hold what was published. It stays paused until a later call succeeds.
+            WeightsError: the version does not fit the model: the one before goes on. Or the engine does not hold what
+                was published: it stays paused until a later call succeeds.
             AsyncRLError: vLLM's process ended, or does not answer.
         """
         self._check_alive()
+        self.wake()
+        what = f"weight version {manifest.version}"
         shared = isinstance(data.obj, mmap.mmap) and manifest.host == host_id() and os.path.exists(manifest.segment)
         path = manifest.segment if shared else self._staging.write(data)
-        swap = self._thread.swap(manifest.to_wire(), path, manifest.version)
-        self._thread.call(swap, self._deadline_s, f"weight version {manifest.version}")
-        self._version = manifest.version
+        self._thread.call(self._thread.prepare(manifest.to_wire(), path), self._deadline_s, what)
+        self._proven = False
+        swap = self._thread.swap(manifest.checksum, manifest.version)
+        self._last_pause_s = self._thread.call(swap, self._deadline_s, what)
+        self._version, self._proven = manifest.version, True
         return manifest.checksum
+
+    def sleep(self) -> None:
+        """Pause and give the device's memory back; only while nothing runs. Does nothing when asleep.
+
+        vLLM's CPU build keeps its memory, and so does one that was made without ``sleep_mode``.
+
+        Raises:
+            AsyncRLError: requests run, vLLM's process ended, or it does not answer.
+        """
+        self._check_alive()
+        if self.num_running:
+            raise AsyncRLError(f"{self.num_running} samples run: an engine goes to sleep only when none does")
+        if not self._asleep:
+            self._proven, self._asleep = False, True
+            self._thread.call(self._thread.sleep(), self._deadline_s, "vLLM to sleep")
+
+    def wake(self) -> None:
+        """Take memory for the weights again; the KV cache follows when the next version is proven.
+
+        Raises:
+            AsyncRLError: vLLM's process ended, or it does not answer.
+        """
+        self._check_alive()
+        if self._asleep:
+            self._thread.call(self._thread.wake(), self._deadline_s, "vLLM to wake up")
+            self._asleep = False
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Drop requests with all their samples; unknown ids are passed over."""

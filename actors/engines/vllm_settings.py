@@ -18,6 +18,10 @@ CPU_ENVIRONMENT: Mapping[str, str] = {"TORCHDYNAMO_DISABLE": "1"}  # no C++ comp
 DEFAULTS: Mapping[str, str] = {"VLLM_LOGGING_LEVEL": "ERROR"}
 CPU_DEFAULTS: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
 
+_ALONE, _SHARED = 0.9, 0.7
+"""Share of a GPU that vLLM takes. One that takes turns with a learner leaves room for its CUDA context, and for what it
+holds while both start."""
+
 _LONGEST_BASE = 107 - len("/async_rl-vllm-12345678/") - 36
 """vLLM names its sockets by a UUID of 36 characters."""
 
@@ -35,6 +39,8 @@ class Settings:
     seed: int
     recompute: bool
     """Recompute the KV of running requests when weights change."""
+    sleep_mode: bool
+    """Allocate weights and KV cache so that they can be given back (CUDA; the CPU build gives nothing back)."""
 
 
 def vllm_config(settings: Settings) -> Any:
@@ -59,6 +65,8 @@ def vllm_config(settings: Settings) -> Any:
         generation_config="vllm",  # nothing that the model's folder says changes how we sample
         load_format="dummy",  # version 0 is loaded and proven before the first request
         enforce_eager=cpu,
+        enable_sleep_mode=settings.sleep_mode and not cpu,
+        gpu_memory_utilization=_SHARED if settings.sleep_mode else _ALONE,
         enable_prefix_caching=False,  # nothing that older weights computed is reused
         logprobs_mode="processed_logprobs",  # of the distribution that is sampled, temperature included
         weight_transfer_config=WeightTransferConfig(backend="async_rl"),

@@ -14,6 +14,7 @@ import contextlib
 import multiprocessing
 import signal
 import threading
+import time
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from multiprocessing.process import BaseProcess
@@ -54,6 +55,7 @@ class VLLMThread:
         self._children: list[BaseProcess] = []
         self._dead = asyncio.Event()
         self._stopping = False
+        self._kv_asleep = False
         self._folder = temporary_folder()
         self.vocab_size = 0
         self._thread = threading.Thread(target=self._run, name="vllm-loop", daemon=True)
@@ -153,6 +155,7 @@ class VLLMThread:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)  # until the first version
 
     def _on_exit(self, child: BaseProcess) -> None:
         self._loop.remove_reader(child.sentinel)
@@ -206,30 +209,54 @@ class VLLMThread:
             if not self._dead.is_set():
                 self._inbox.fail(f"vLLM failed on request {key}: {error!r} {error.__cause__ or ''}")
 
-    async def swap(self, manifest: Mapping[str, Any], path: str, version: int) -> None:
-        """Pause between two steps, load a version, prove it, resume; running requests are kept.
+    async def prepare(self, manifest: Mapping[str, Any], path: str) -> None:
+        """Let the worker map a version and see that it fits the model, while requests go on.
+
+        Raises:
+            WeightsError: it does not; nothing has changed.
+        """
+        for wrong in await self._engine.collective_rpc("prepare_weights", args=(dict(manifest), path)):
+            if wrong:
+                raise WeightsError(wrong)
+
+    async def swap(self, checksum: str, version: int) -> float:
+        """Pause between two steps, load what was prepared, prove it, resume; running requests are kept.
+
+        Args:
+            checksum: that the engine must hold then.
+            version: that tokens carry from then on.
+
+        Returns:
+            Seconds for which nothing was decoded.
 
         Raises:
             WeightsError: not proven; generation stays paused.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._settings.recompute)
-        await self._engine.start_weight_update()
-        await self._engine.update_weights(
-            WeightTransferUpdateRequest(update_info={"manifest": dict(manifest), "path": path})
-        )
-        outcomes = await self._engine.collective_rpc("weights_outcome")
-        wrong = [error for _, error in outcomes if error] or [
-            f"version {version}: the worker proved {checksum}"
-            for checksum, _ in outcomes
-            if checksum != manifest["checksum"]
-        ]
-        if wrong:
-            await self._engine.finish_weight_update()
-            raise WeightsError(wrong[0])
-        await self._engine.finish_weight_update(weight_version=str(version))
-        await self._engine.resume_generation()
+        began = time.monotonic()
+        for held, wrong in await self._engine.collective_rpc("swap_weights"):
+            if held != checksum:
+                raise WeightsError(wrong or f"version {version}: the engine holds {held}, published was {checksum}")
+        await self._engine.update_weight_version(str(version))
+        await self._resume()
+        return time.monotonic() - began
+
+    async def sleep(self) -> None:
+        """Pause; with sleep mode also give weights and KV cache back, which vLLM's CPU build does not do."""
+        await self._engine.sleep(level=2 if self._settings.sleep_mode else 0, mode="keep")
+        self._kv_asleep = self._settings.sleep_mode
+
+    async def wake(self) -> None:
+        """Take memory for the weights, which are undefined then: vLLM stays paused while its KV cache is asleep."""
+        if self._settings.sleep_mode:
+            await self._engine.wake_up(["weights"])
+
+    async def _resume(self) -> None:
+        if self._kv_asleep:
+            await self._engine.wake_up(["kv_cache"])  # the last part: vLLM resumes by itself
+            self._kv_asleep = False
+        else:
+            await self._engine.resume_generation()
 
     async def _shutdown(self) -> None:
         tasks = list(self._tasks.values())

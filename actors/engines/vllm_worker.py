@@ -1,6 +1,7 @@
 """Inside vLLM's worker process: load a published version from its shared-memory segment and prove what is held.
 
-    update_weights(manifest, path) ─► map ─► model.load_weights ─► read back ─► checksum ─► outcome ─► front end
+    between two steps   prepare_weights(manifest, path) ─► map ─► find the place of each tensor
+    while paused        swap_weights() ─► model.load_weights ─► read back ─► checksum of what is held ─► front end
 
 vLLM imports this module by name (``worker_extension_cls``) before the model is built. Three things follow from that:
 
@@ -13,7 +14,8 @@ vLLM imports this module by name (``worker_extension_cls``) before the model is 
 from __future__ import annotations
 
 import multiprocessing
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from actors.engines.readback import compare, load, place
+from actors.engines.readback import Places, load, place, prove
 from actors.engines.segments import Segments
 from async_rl.errors import WeightsError
 from async_rl.process import die_with_parent
@@ -44,10 +46,16 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where the bytes of one version are."""
+    """Nothing: what is loaded was prepared before."""
 
-    manifest: dict[str, Any] = field(default_factory=dict)
-    path: str = ""
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A version that fits the model."""
+
+    manifest: Manifest
+    data: memoryview
+    places: Places
 
 
 class SegmentWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -60,7 +68,9 @@ class SegmentWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, config: WeightTransferConfig, vllm_config: Any, device: torch.device, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         self._segments = Segments()
-        self.outcome: tuple[str, str] = ("", "no weights were received")
+        self._prepared: Prepared | None = None
+        self.outcome: tuple[str, str] = ("", "no version was loaded")
+        """Checksum of what is held after the last update, or what was wrong with it; the other one is empty."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Refuse what could not be proven later.
@@ -74,20 +84,37 @@ class SegmentWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             if getattr(module, "cpu_linear", linear) is not linear:
                 raise RuntimeError(f"{name} computes with a packed copy of its weight, which an update would not reach")
 
+    def prepare(self, fields: dict[str, Any], path: str) -> None:
+        """Map a version and find the place of each tensor; the model goes on as it is.
+
+        This is short: the engine does not decode meanwhile. The bytes were verified in the actor's process before, and
+        are proven once they are loaded.
+
+        Args:
+            fields: the manifest as plain types.
+            path: of the segment that holds it.
+
+        Raises:
+            WeightsError: there is no such segment, or a tensor, which is named, does not fit.
+        """
+        manifest, before, self._prepared = Manifest.from_wire(fields), self._prepared, None
+        data = self._segments.map(path, manifest.nbytes)
+        known = before is not None and before.manifest.tensors == manifest.tensors
+        places = before.places if before and known else place(self.model, manifest, self._padded())
+        self._prepared = Prepared(manifest, data, places)
+
     def start_weight_update(self) -> None:
         """Forget the last outcome."""
-        self.outcome = ("", "no weights were received")
+        self.outcome = ("", "no version was loaded")
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load one version; whether it is proven is in ``outcome``: (checksum, error), one of them empty."""
+        """Load what was prepared and prove it; see :attr:`outcome`."""
+        prepared = self._prepared
+        if prepared is None:
+            raise RuntimeError("weights are loaded that were not prepared")
         try:
-            manifest = Manifest.from_wire(update_info.manifest)
-            data = self._segments.map(update_info.path, manifest.nbytes)
-            places = place(self.model, manifest, self._padded())
-            load(self.model, manifest, data)
-            compare(self.model, manifest, data, places)
-            manifest.verify(data)  # last: what was compared with the segment is what was published
-            self.outcome = (manifest.checksum, "")
+            load(self.model, prepared.manifest, prepared.data)
+            self.outcome = (prove(self.model, prepared.manifest, prepared.data, prepared.places), "")
         except WeightsError as error:
             self.outcome = ("", str(error))
 
@@ -108,9 +135,23 @@ class WorkerExtension:
     """Methods that vLLM adds to its worker."""
 
     weight_transfer_engine: SegmentWeights
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
 
-    def weights_outcome(self) -> tuple[str, str]:
-        """Checksum of the version that was loaded and proven, or what was wrong with it."""
+    def prepare_weights(self, fields: dict[str, Any], path: str) -> str:
+        """Prepare a version; what is wrong with it, or nothing. See :meth:`SegmentWeights.prepare`."""
+        try:
+            self.weight_transfer_engine.prepare(fields, path)
+        except WeightsError as error:
+            return str(error)
+        return ""
+
+    def swap_weights(self) -> tuple[str, str]:
+        """Load what was prepared, by vLLM's own steps of an update in one call; see :attr:`SegmentWeights.outcome`."""
+        self.start_weight_update()
+        self.update_weights({})
+        self.finish_weight_update()
         return self.weight_transfer_engine.outcome
 
 

@@ -25,6 +25,8 @@ class Account:
         self._run_id = run_id
         self._utilization: dict[str, float | None] = {"learner": None, "actors": None}
         self._news: list[dict[str, Any]] = []
+        self.notices: list[str] = []
+        """What holds the run up just now, as sentences."""
         self.evals: list[dict[str, Any]] = []
         """``version`` and ``metrics``, in order of arrival."""
         self.learner_stats: dict[str, float] = {}
@@ -49,6 +51,8 @@ class Account:
             "stats": {k: batch[k] for k in ("reward", "accuracy", "length") if k in batch} | self.learner_stats,
             "staleness": batch.get("age"),
             "utilization": self._utilization,
+            "stages": self._stages(),
+            "notices": self.notices,
             "evals": self.evals,
             "fenced": [s.name for s in self._roster.of("actor") if s.fenced],
             "clients": [s.to_plain() for s in self._roster],
@@ -61,6 +65,8 @@ class Account:
             "learner": self._roster.utilization("learner"),
             "actors": self._roster.utilization("actor"),
         }
+        if self._ledger.rules.stages:
+            self._utilization["scorers"] = self._roster.utilization("scorer")
         return {
             "books": self._ledger.books(),
             "filtered": dict(self._ledger.filtered),
@@ -87,10 +93,16 @@ class Account:
             "staleness": {**describe_ages(tally.ages), "bound": ledger.rules.max_staleness},
             "tokens": {"generated": tally.tokens["generated"], "trained": tally.tokens["trained"]},
             "lengths": self._lengths(),
+            "stages": self._stages(),
             "weights": self._versions.to_plain(),
             "utilization": self._utilization,
             "clients": self._roster.to_plain(),
         }
+
+    def _stages(self) -> dict[str, dict[str, Any]]:
+        """By stage: what its queue counts, see :class:`async_rl.buffer.stage_queue.StageQueue`, and who works at it."""
+        scorers = Counter(s.stage for s in self._roster.of("scorer"))
+        return {stage: {**n, "scorers": scorers[stage]} for stage, n in self._ledger.scoring.to_plain().items()}
 
     def _lengths(self) -> dict[str, float | None]:
         """Mean sampled tokens per sequence by fate: losing the long ones would bias towards short answers."""

@@ -1,6 +1,10 @@
 """What the server does for actors: tickets out by credit, groups in, lost tickets cancelled.
 
 credit ─► remembered ─► room in the ledger? ─► tickets      submit, fail ─► ledger ─► ack      lost ─► cancel
+
+Colocated, a step goes to the learner only when every connected actor that was given tickets has said ``asleep`` after
+them (:meth:`ActorDesk.in_use`). One that joins, or never got a ticket, holds nothing up. A sleeper is woken by a new
+version, or by the same once more when its step lacks a group and nobody is awake.
 """
 
 from __future__ import annotations
@@ -8,23 +12,33 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
 
+from async_rl.buffer.acks import attempts_of, row
 from async_rl.buffer.fields import number, take
 from async_rl.buffer.files import RunFiles
 from async_rl.buffer.ledger import Ledger
 from async_rl.buffer.post import Post
 from async_rl.buffer.records import Answer, Lost
 from async_rl.buffer.roster import Roster, Session
+from async_rl.buffer.samples import sample_row
 from async_rl.buffer.versions import Versions
-from async_rl.data import Group
 from async_rl.errors import WireError
 from async_rl.protocol import Ticket
 from async_rl.wire import Frame, Header, decode_groups
 
 
 class ActorDesk:
-    """Handlers of the actors' messages."""
+    """Handlers of the actors' messages.
+
+    Args:
+        ledger: the books.
+        roster: the clients.
+        post: where messages go.
+        versions: of the weights.
+        files: run folder.
+        refused: counts by reason.
+        colocated: actors and learner take turns on the device.
+    """
 
     def __init__(
         self,
@@ -34,6 +48,8 @@ class ActorDesk:
         versions: Versions,
         files: RunFiles,
         refused: Counter[str],
+        *,
+        colocated: bool,
     ) -> None:
         self._ledger = ledger
         self._roster = roster
@@ -41,12 +57,7 @@ class ActorDesk:
         self._versions = versions
         self._files = files
         self._refused = refused
-
-    def credit(self, actor: Session, header: Header) -> None:
-        """It can take ``count`` tickets, of which some may be on their way: those that it had not ``received`` yet."""
-        count, received = take(header, "count", int), take(header, "received", int, actor.tickets)
-        under_way = max(0, actor.tickets - max(0, received))
-        actor.credit = max(0, min(count, 1 << 20) - under_way)
+        self._colocated = colocated
 
     def submit(self, actor: Session, header: Header, frames: Sequence[Frame], now: float) -> None:
         """Finished groups. What cannot be decoded is refused and issued again, so that it holds no capacity."""
@@ -58,9 +69,11 @@ class ActorDesk:
         results = []
         for group in groups:
             answer = self._ledger.submit(actor.name, group, now)
-            results.append(self._result(group.ordinal, group.attempt, answer))
-            if answer.fresh and answer.outcome == "accepted":
-                self._sample(group)
+            results.append(row(group.ordinal, group.attempt, answer, self._refused))
+            known = answer.fresh and answer.outcome == "accepted" and "reward" not in self._ledger.rules.stages
+            sample = sample_row(group) if known else None
+            if sample is not None:
+                self._files.append("samples", sample)
         self._post.send(actor, "ack", results=results)
 
     def fail(self, actor: Session, header: Header) -> None:
@@ -70,20 +83,48 @@ class ActorDesk:
         answer = self._ledger.fail(actor.name, ordinal, attempt, reason, final=final)
         detail = str(header.get("detail", ""))[:500]
         print(f"{actor.name} failed ordinal {ordinal} attempt {attempt}: {reason} {detail}", flush=True)
-        self._post.send(actor, "ack", results=[self._result(ordinal, attempt, answer)])
+        self._post.send(actor, "ack", results=[row(ordinal, attempt, answer, self._refused)])
 
     def live(self, client: Session, header: Header) -> None:
         """A version is live there once its checksum equals what was published; otherwise the client gets no work."""
         version, checksum = take(header, "version", int), take(header, "checksum", str)
         self._versions.time_commit(number(header, "transfer_s"), number(header, "commit_s"))
+        if "pause_s" in header:
+            self._versions.time_pause(number(header, "pause_s"))
         if self._versions.proves(version, checksum):
             client.live = version
+            client.asleep = False
             return
         client.live = -1
         print(
             f"{client.name} does not hold version {version}: its checksum {checksum[:40]!r} was not published",
             flush=True,
         )
+
+    def asleep(self, actor: Session) -> None:
+        """It has given its device back; tickets that were on their way to it go to others."""
+        actor.live, actor.asleep, actor.worked = -1, True, False
+        self.cancel(self._ledger.lose(actor.name, "asleep"))
+
+    def in_use(self) -> list[str]:
+        """Actors that may still use the device that the learner waits for; none where each has its own."""
+        return [s.name for s in self._roster.of("actor") if s.worked] if self._colocated else []
+
+    def announce(self) -> None:
+        """Tell all of the newest version; it wakes who sleeps."""
+        actors = self._roster.of("actor")
+        for actor in actors:
+            actor.asleep = False
+        self._post.send_all(actors, "version", manifest=self._versions.wire)
+
+    def wake(self) -> None:
+        """If the present step lacks groups and nobody is awake to make them, wake the sleepers."""
+        actors = self._roster.of("actor")
+        if self._versions.newest is None or not any(s.asleep for s in actors):
+            return
+        awake = any(not s.asleep and not s.fenced for s in actors)
+        if not awake and self._ledger.has_room(self._versions.newest.version):
+            self.announce()
 
     def issue(self, now: float) -> None:
         """Give tickets to those that have credit, the one with the fewest open tickets first."""
@@ -102,6 +143,7 @@ class ActorDesk:
             given[actor.identity].append(ticket)
             actor.credit -= 1
             actor.tickets += 1
+            actor.worked = True
             if actor.credit > 0:
                 heapq.heappush(queue, (leases + 1, order, actor))
         for identity, tickets in given.items():
@@ -120,33 +162,10 @@ class ActorDesk:
     def _refuse(self, actor: Session, header: Header, error: WireError) -> None:
         self._refused[error.reason] += 1
         results = []
-        described = header.get("groups")
-        for entry in described if isinstance(described, list) else []:
-            if not isinstance(entry, dict):
-                continue
-            ordinal, attempt = entry.get("ordinal"), entry.get("attempt")
-            if type(ordinal) is int and type(attempt) is int:
-                answer = self._ledger.fail(actor.name, ordinal, attempt, error.reason, final=False)
-                answer = Answer("refused", error.reason) if answer.outcome == "failed" else answer
-                results.append([ordinal, attempt, answer.outcome, answer.reason])
+        for ordinal, attempt in attempts_of(header):
+            answer = self._ledger.fail(actor.name, ordinal, attempt, error.reason, final=False)
+            answer = Answer("refused", error.reason) if answer.outcome == "failed" else answer
+            results.append([ordinal, attempt, answer.outcome, answer.reason])
         if not results:
             raise error
         self._post.send(actor, "ack", results=results)
-
-    def _result(self, ordinal: int, attempt: int, answer: Answer) -> list[Any]:
-        if answer.outcome in ("refused", "late") and (answer.fresh or answer.outcome == "refused"):
-            self._refused[f"late_{answer.reason}" if answer.outcome == "late" else answer.reason] += 1
-        return [ordinal, attempt, answer.outcome, answer.reason]
-
-    def _sample(self, group: Group) -> None:
-        """Keep the text of a group if the actor sent it along."""
-        prompt, completions = group.meta.get("prompt"), group.meta.get("completions")
-        if isinstance(prompt, str) and isinstance(completions, list):
-            row = {
-                "ordinal": group.ordinal,
-                "prompt": prompt,
-                "completions": [str(c) for c in completions],
-                "rewards": group.rewards.tolist(),
-                "version": group.oldest_version,
-            }
-            self._files.append("samples", row)

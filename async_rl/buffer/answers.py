@@ -1,4 +1,4 @@
-"""What was answered to each attempt, so that a repeated message gets the same answer and counts nothing."""
+"""What was answered about each attempt, so that a repeated message gets the same answer and counts nothing."""
 
 from __future__ import annotations
 
@@ -7,23 +7,29 @@ from dataclasses import replace
 from async_rl.buffer.records import Answer
 
 REMEMBERED = 65_536
+Key = tuple[int | str, ...]
+"""Ordinal and attempt, and who is answered where several may ask."""
 
 
 class Answers:
-    """Answers by (ordinal, attempt); the oldest are forgotten beyond ``REMEMBERED``."""
+    """Answers by key; the oldest are forgotten beyond ``REMEMBERED``."""
 
     def __init__(self) -> None:
-        self._by_attempt: dict[tuple[int, int], Answer] = {}
+        self._by_key: dict[Key, Answer] = {}
 
-    def put(self, attempt: tuple[int, int], answer: Answer) -> None:
+    def put(self, key: Key, answer: Answer) -> None:
         """Remember; give it with ``fresh = True`` when the holder has not heard it yet."""
-        if len(self._by_attempt) >= REMEMBERED:
-            del self._by_attempt[next(iter(self._by_attempt))]
-        self._by_attempt[attempt] = answer
+        if len(self._by_key) >= REMEMBERED:
+            del self._by_key[next(iter(self._by_key))]
+        self._by_key[key] = answer
 
-    def take(self, attempt: tuple[int, int]) -> Answer | None:
+    def take(self, key: Key) -> Answer | None:
         """The answer, ``fresh`` at most once."""
-        answer = self._by_attempt.get(attempt)
+        answer = self._by_key.get(key)
         if answer is not None and answer.fresh:
-            self._by_attempt[attempt] = replace(answer, fresh=False)
+            self._by_key[key] = replace(answer, fresh=False)
         return answer
+
+    def forget(self, key: Key) -> None:
+        """A new try: the old answer does not hold for it."""
+        self._by_key.pop(key, None)

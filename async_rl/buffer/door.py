@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from async_rl.buffer.fields import take
 from async_rl.config import Config
-from async_rl.protocol import PROTOCOL_VERSION, ROLES
+from async_rl.protocol import PROTOCOL_VERSION, ROLES, STAGES
 from async_rl.wire import SCHEMA_VERSION, Header
 
 
@@ -29,12 +29,28 @@ def refusal(hello: Header, config: Config, worlds: Collection[int]) -> str:
         )
     if contract != config.contract_hash():
         return (
-            f"model, task, sampling or seed differ between your configuration (contract {contract!r}) and the server's "
-            f"({config.contract_hash()!r}): start both from the same config.toml"
+            "model, task, sampling, rewards, reference or seed differ between your configuration (contract "
+            f"{contract!r}) and the server's ({config.contract_hash()!r}): start both from the same config.toml"
         )
     if hello.get("role") not in ROLES or not 0 < len(take(hello, "name", str)) <= 200:
         return f"a client needs a name of 1 to 200 characters and a role of {', '.join(ROLES)}"
+    if hello["role"] == "scorer":
+        return _scorer_refusal(hello, config)
     return _learner_refusal(hello, config, worlds) if hello["role"] == "learner" else ""
+
+
+def _scorer_refusal(hello: Header, config: Config) -> str:
+    stage = take(hello, "stage", str)
+    if stage not in STAGES:
+        return f"a scorer needs a stage: {' or '.join(STAGES)}"
+    if stage in config.stages:
+        return ""
+    if stage == "reference" and not config.needs_reference:
+        return "this run needs no reference: set algorithm.kl_coef above 0, or algorithm.name = 'distillation'"
+    return (
+        f"this run has no work for a {stage} scorer: set {stage}.placement = 'scorer' (it is "
+        f"{getattr(config, stage).placement!r}) and start the run anew"
+    )
 
 
 def _learner_refusal(hello: Header, config: Config, worlds: Collection[int]) -> str:

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from async_rl.buffer.curriculum import Curriculum
 from async_rl.buffer.ledger import Ledger
 from async_rl.buffer.records import Rules
 from async_rl.data import Group
 from async_rl.errors import ConfigError, WireError
 from async_rl.wire import Frame, decode_groups, encode_groups, unpack_header
 
-SCHEMA = 1
+SCHEMA = 2
 _LEDGER, _GROUPS = "ledger.json", "groups.bin"
 _U64 = struct.Struct("<Q")
 
@@ -34,12 +35,13 @@ class Frozen:
     fields: dict[str, Any]
     """Plain types."""
     groups: list[Group]
-    """Ready and delivered but untrained ones, in ordinal order."""
+    """Those in scoring, ready, and delivered but untrained, in ordinal order; what a group has tells what it awaits."""
 
 
 def freeze(ledger: Ledger) -> Frozen:
     """Copy the books and the frontier; what is delivered but untrained counts as ready."""
-    held = [*ledger.ready.values(), *(e for entries in ledger.delivered.values() for e in entries)]
+    held = [*ledger.scoring.values(), *ledger.ready.values()]
+    held += [e for entries in ledger.delivered.values() for e in entries]
     held.sort(key=lambda e: e.ordinal)
     fields = {
         "schema": SCHEMA,
@@ -51,14 +53,28 @@ def freeze(ledger: Ledger) -> Frozen:
         "failed": dict(ledger.failed),
         "tally": ledger.tally.to_plain(),
         "retry": sorted(map(list, ledger.retry)),
-        "open": sorted([*e.key] for e in (*ledger.open.values(), *ledger.scoring.values())),
-        "ready": [[*e.key, e.version, e.uses] for e in held],
+        "open": sorted([*e.key, e.task_index] for e in ledger.open.values()),
+        "held": [[*e.key, e.version, e.uses] for e in held],
+        "curriculum": ledger.curriculum.to_plain() if ledger.curriculum is not None else None,
     }
     return Frozen(fields, [e.payload for e in held])
 
 
-def thaw(frozen: Frozen, rules: Rules, task_index: Callable[[int], int]) -> Ledger:
+def thaw(
+    frozen: Frozen,
+    rules: Rules,
+    task_index: Callable[[int], int],
+    curriculum: Curriculum | None = None,
+    now: float = 0.0,
+) -> Ledger:
     """The ledger as it was; what was open is failed as ``resumed`` and issued again first.
+
+    Args:
+        frozen: what was saved.
+        rules: of the resumed run.
+        task_index: the task of an ordinal.
+        curriculum: a fresh one, if the resumed run has one; it goes on where it was.
+        now: the clock.
 
     Raises:
         ConfigError: another schema, missing fields, or groups that are not those of the books.
@@ -69,20 +85,22 @@ def thaw(frozen: Frozen, rules: Rules, task_index: Callable[[int], int]) -> Ledg
             f"the checkpoint's {_LEDGER} has schema {fields.get('schema')!r}, this version reads {SCHEMA}"
         )
     try:
-        if [[g.ordinal, g.attempt] for g in groups] != [row[:2] for row in fields["ready"]]:
+        if [[g.ordinal, g.attempt] for g in groups] != [row[:2] for row in fields["held"]]:
             raise ConfigError(f"the checkpoint's {_GROUPS} does not belong to its {_LEDGER}")
-        ledger = Ledger(rules, task_index)
+        ledger = Ledger(rules, task_index, curriculum)
         ledger.version = ledger.next_step = int(fields["version"])
         ledger.next_ordinal = int(fields["next_ordinal"])
         ledger.issued, ledger.trained = int(fields["issued"]), int(fields["trained"])
         ledger.filtered.update(fields["filtered"])
         ledger.failed.update(fields["failed"])
         ledger.tally.update(fields["tally"])
-        ledger.retry = [(o, a) for o, a in fields["retry"]]
-        for ordinal, attempt in fields["open"]:
-            ledger.requeue(ordinal, attempt, "resumed")
-        for group, (_, _, version, uses) in zip(groups, fields["ready"], strict=True):
-            ledger.readmit(group, version, uses)
+        ledger.retry = [(o, a, t) for o, a, t in fields["retry"]]
+        for ordinal, attempt, index in fields["open"]:
+            ledger.requeue(ordinal, attempt, index)
+        for group, (_, _, version, uses) in zip(groups, fields["held"], strict=True):
+            ledger.readmit(group, version, uses, now)
+        if curriculum is not None:  # where the run had none so far, the plain stream was read up to here
+            curriculum.restore(fields["curriculum"] or {"position": ledger.next_ordinal, "records": []})
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"the checkpoint's {_LEDGER} is damaged: {error!r}") from None
     ledger.resume()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import numpy.typing as npt
 
 from async_rl.buffer.records import Answer, Entry, Rules
 from async_rl.data import REQUIRED_TOKEN_FIELDS, Group
@@ -28,11 +31,18 @@ def judge(group: Group, entry: Entry, rules: Rules, newest_version: int) -> Answ
     reason = _broken_promise(group, entry, rules, newest_version) or _untrainable(group, rules)
     if reason:
         return Answer("refused", reason, fresh=True)
-    if not np.isfinite(group.rewards).all():
-        return Answer("filtered", "bad_reward", fresh=True)
-    if rules.replace_zero_variance and bool((group.rewards == group.rewards[0]).all()):
-        return Answer("filtered", "zero_variance", fresh=True)
-    return Answer("accepted", fresh=True)
+    if "reward" in rules.stages:
+        return Answer("accepted", fresh=True)
+    return replace(judge_rewards(group.rewards, rules), fresh=True)
+
+
+def judge_rewards(rewards: npt.NDArray[np.float32], rules: Rules) -> Answer:
+    """The same for the rewards ``[G]`` alone, as soon as they are known: accept or filter."""
+    if not np.isfinite(rewards).all():
+        return Answer("filtered", "bad_reward")
+    if rules.replace_zero_variance and bool((rewards == rewards[0]).all()):
+        return Answer("filtered", "zero_variance")
+    return Answer("accepted")
 
 
 def _broken_promise(group: Group, entry: Entry, rules: Rules, newest_version: int) -> str:

@@ -7,72 +7,55 @@
               ├─ fail, lease, lost actor, straggler ─► failed(reason)    the ordinal is issued again, first
               └─ judged useless ────────────────────► filtered(reason)  a fresh ordinal takes its place
 
+Each stage must annotate what is in ``scoring``, see :mod:`async_rl.buffer.scoring`.
+
 No I/O and no clock: every event brings ``now``. The books close after each event:
 ``issued = open + scoring + ready + delivered + trained + filtered + failed``, in attempts.
-
-Why nothing gets too old with ``stragglers = wait``. Let N(d) be the number of never-trained attempts that must be
-trained at step d or before. Admission keeps N(d) ≤ (d + 1 - next_step) · groups_per_step for every d, so a schedule
-exists; delivery takes the earliest deadlines first, and only when the rest still fits into the steps that are left.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import numpy as np
+
+from async_rl.buffer.annotating import awaited, blank, without_reference
 from async_rl.buffer.answers import Answers
+from async_rl.buffer.books import Books
+from async_rl.buffer.curriculum import Curriculum
 from async_rl.buffer.judge import judge
-from async_rl.buffer.policy import by_urgency, capacity, leaves_time
+from async_rl.buffer.policy import capacity, choose
 from async_rl.buffer.records import Answer, Delivery, Entry, Lost, Overdue, Rules
-from async_rl.buffer.tally import Tally
+from async_rl.buffer.scoring import Decision
 from async_rl.buffer.watchdog import Watchdog
-from async_rl.data import Group, age
+from async_rl.data import Annotation, Group, age
 from async_rl.protocol import Ticket
 
 
-class Ledger:
-    """Books of one run.
+class Ledger(Books):
+    """The events of one run, and what follows from them.
 
     Args:
         rules: sizes, bounds and time limits.
         task_index: the task of an ordinal, see :func:`async_rl.buffer.stream.task_index`.
+        curriculum: picks the tasks of fresh ordinals in place of ``task_index``, and hears how they went.
     """
 
-    def __init__(self, rules: Rules, task_index: Callable[[int], int]) -> None:
-        self.rules = rules
+    def __init__(self, rules: Rules, task_index: Callable[[int], int], curriculum: Curriculum | None = None) -> None:
+        super().__init__(rules)
+        self.curriculum = curriculum
         self._task_index = task_index
         self.version = 0
         """Steps trained, which is the newest version."""
         self.next_step = 0
         """Next step to deliver."""
         self.next_ordinal = 0
-        self.issued = 0
-        self.trained = 0
-        self.filtered: Counter[str] = Counter()
-        self.failed: Counter[str] = Counter()
-        self.open: dict[int, Entry] = {}
-        """By ordinal, in order of issue and so of lease expiry."""
-        self.scoring: dict[int, Entry] = {}
-        self.ready: dict[int, Entry] = {}
-        self.delivered: dict[int, list[Entry]] = {}
-        """By step."""
-        self.leases: Counter[str] = Counter()
-        """Open attempts by actor."""
-        self.held_bytes = 0
-        self.retry: list[tuple[int, int]] = []
-        """Heap of (ordinal, next attempt) to be issued before fresh ordinals."""
-        self.tally = Tally()
         self._answers = Answers()
         self._watchdog = Watchdog(rules.watchdog_s)
 
     # ------------------------------------------------------------------ tickets
-
-    @property
-    def outstanding(self) -> int:
-        """Attempts that some later step has to train: open + scoring + ready."""
-        return len(self.open) + len(self.scoring) + len(self.ready)
 
     def has_room(self, version: int) -> bool:
         """Admission for an actor that samples with ``version``.
@@ -90,14 +73,14 @@ class Ledger:
         if not self.has_room(version):
             return None
         if self.retry:
-            ordinal, attempt = heapq.heappop(self.retry)
+            ordinal, attempt, task_index = heapq.heappop(self.retry)
         else:
-            ordinal, attempt = self.next_ordinal, 0
+            ordinal, attempt, task_index = self.next_ordinal, 0, self._fresh_task()
             self.next_ordinal += 1
         entry = Entry(
             ordinal=ordinal,
             attempt=attempt,
-            task_index=self._task_index(ordinal),
+            task_index=task_index,
             actor=actor,
             version=version,
             deadline=version + self.rules.max_staleness,
@@ -107,7 +90,10 @@ class Ledger:
         self.leases[actor] += 1
         self.issued += 1
         self._check()
-        return Ticket(ordinal, attempt, entry.task_index, self.rules.group_size, version, self.rules.lease_s)
+        return Ticket(ordinal, attempt, task_index, self.rules.group_size, version, self.rules.lease_s)
+
+    def _fresh_task(self) -> int:
+        return self._task_index(self.next_ordinal) if self.curriculum is None else self.curriculum.pick()
 
     # ------------------------------------------------------------------ what actors say
 
@@ -120,12 +106,14 @@ class Ledger:
             return found
         entry, answer = found, judge(group, found, self.rules, self.version)
         self._answers.put(entry.key, replace(answer, fresh=False))
+        if answer.outcome != "refused":
+            group = blank(group, self.rules.stages)
+            self._observe(group)
         if answer.outcome == "accepted":
             self._accept(entry, group, now)
         elif answer.outcome == "filtered":
             self.tally.add(group, "filtered", "generated")
-            self._close_open(entry)
-            self.filtered[answer.reason] += 1
+            self._filter(entry, answer.reason)
         else:
             self.tally.add(group, "lost", "generated")
             self._fail(entry, answer.reason)
@@ -137,28 +125,11 @@ class Ledger:
         found = self._open_entry(actor, ordinal, attempt)
         if isinstance(found, Answer):
             return found
-        if final:
-            self._close_open(found)
-            self.filtered[reason] += 1
-        else:
-            self._fail(found, reason)
+        (self._filter if final else self._fail)(found, reason)
         answer = Answer("filtered" if final else "failed", reason)
         self._answers.put(found.key, answer)
         self._check()
         return replace(answer, fresh=True)
-
-    def annotate(self, ordinal: int, attempt: int, stage: str, group: Group) -> bool:
-        """Stage ``stage`` returns the group with its arrays added; ready once every stage has. False if it moved on."""
-        entry = self.scoring.get(ordinal)
-        if entry is None or entry.attempt != attempt or stage not in entry.awaits:
-            return False
-        entry.awaits.discard(stage)
-        self.held_bytes += group.nbytes - entry.nbytes
-        entry.group, entry.nbytes = group, group.nbytes
-        if not entry.awaits:
-            self.ready[ordinal] = self.scoring.pop(ordinal)
-        self._check()
-        return True
 
     def lose(self, actor: str, reason: str = "actor_lost") -> list[Lost]:
         """A dead or leaving actor: all its open attempts go back at once."""
@@ -166,10 +137,26 @@ class Ledger:
         del self.leases[actor]
         return lost
 
+    # ------------------------------------------------------------------ what scorers say
+
+    def annotate(self, scorer: str, annotation: Annotation, now: float) -> Answer:
+        """A stage's result for a group; it is ready once every stage's is in. Idempotent, as :meth:`submit`."""
+        answer, entry = self.scoring.annotate(scorer, annotation, now)
+        if entry is not None and annotation.stage == "reward":
+            self._observe(entry.payload)
+        return self._scored((answer, entry), now)
+
+    def fail_stage(
+        self, scorer: str, stage: str, ordinal: int, attempt: int, reason: str, now: float, *, final: bool
+    ) -> Answer:
+        """A scorer gives up a group: ``final`` filters the task, otherwise another try is made, a few at most."""
+        return self._scored(self.scoring.fail(scorer, stage, ordinal, attempt, reason, final=final), now)
+
     # ------------------------------------------------------------------ time
 
     def expire(self, now: float) -> list[Lost]:
-        """Take back what was not returned within its lease."""
+        """Take back what was not returned, or not annotated, within its lease."""
+        self.scoring.expire(now, self.rules.lease_s)
         expired = []
         for entry in self.open.values():
             if now - entry.issued_at <= self.rules.lease_s:
@@ -179,17 +166,20 @@ class Ledger:
         return self._take_back(expired, "lease_expired")
 
     def watch(self, now: float, *, step_waits: bool) -> Overdue | None:
-        """The watchdog; call it regularly.
+        """The watchdog; call it regularly. Old tickets are issued again, old leases of scorers go to others.
 
         Args:
             now: the clock.
             step_waits: the learner waits for a step, so somebody should hold tickets.
         """
-        waiting = [*self.open.values(), *self.scoring.values()]
-        if not self._watchdog.barks(now, work_waits=bool(waiting) or step_waits):
+        if not self._watchdog.barks(now, work_waits=bool(self.open) or len(self.scoring) > 0 or step_waits):
             return None
-        table, rounds = self._watchdog.table(waiting, now), self._watchdog.rounds
-        lost = self._take_back([e for e in waiting if now - e.issued_at > self.rules.watchdog_s], "watchdog")
+        states = [(e, "open") for e in self.open.values()]
+        states += [(e, f"scoring ({self.scoring.describe(e)})") for e in self.scoring.values()]
+        table, rounds = self._watchdog.table(states, now), self._watchdog.rounds
+        limit_s = self.rules.watchdog_s
+        self.scoring.expire(now, limit_s)
+        lost = self._take_back([e for e in self.open.values() if now - e.issued_at > limit_s], "watchdog")
         return Overdue(rounds, rounds >= self.rules.watchdog_rounds, table, tuple(lost))
 
     # ------------------------------------------------------------------ what the learner says
@@ -201,12 +191,8 @@ class Ledger:
         at consumption, from the tokens' own versions.
         """
         step, rules = self.next_step, self.rules
-        if step >= rules.steps or len(self.ready) < rules.groups_per_step:
-            return None
-        order = by_urgency(self.ready.values())
-        chosen, rest = order[: rules.groups_per_step], order[rules.groups_per_step :]
-        waiting = (*self.open.values(), *self.scoring.values())
-        if rules.stragglers == "wait" and not leaves_time(rules, step, waiting, rest):
+        chosen = choose(rules, step, self.ready.values(), (*self.open.values(), *self.scoring.values()))
+        if chosen is None:
             return None
         for entry in chosen:
             if age(entry.payload, step) > rules.max_staleness:
@@ -249,31 +235,26 @@ class Ledger:
         self.retry.clear()
         return lost
 
-    # ------------------------------------------------------------------ books
-
-    def books(self) -> dict[str, int]:
-        """The counts that close."""
-        return {
-            "issued": self.issued,
-            "open": len(self.open),
-            "scoring": len(self.scoring),
-            "ready": len(self.ready),
-            "delivered": sum(map(len, self.delivered.values())),
-            "trained": self.trained,
-            "filtered": self.filtered.total(),
-            "failed": self.failed.total(),
-        }
-
     # ------------------------------------------------------------------ resume (see journal.py)
 
-    def requeue(self, ordinal: int, attempt: int, reason: str) -> None:
+    def requeue(self, ordinal: int, attempt: int, task_index: int) -> None:
         """An attempt that was open in a restored ledger is failed; the ordinal is issued again."""
-        self.failed[reason] += 1
-        self._answers.put((ordinal, attempt), Answer("late", reason, fresh=True))
-        heapq.heappush(self.retry, (ordinal, attempt + 1))
+        self.failed["resumed"] += 1
+        self._answers.put((ordinal, attempt), Answer("late", "resumed", fresh=True))
+        heapq.heappush(self.retry, (ordinal, attempt + 1, task_index))
 
-    def readmit(self, group: Group, version: int, uses: int) -> None:
-        """A group that a restored ledger held, issued at ``version`` and trained ``uses`` times, is ready."""
+    def readmit(self, group: Group, version: int, uses: int, now: float) -> None:
+        """A group that a restored ledger held, issued at ``version`` and trained ``uses`` times.
+
+        It is ready, or in scoring if a stage has not annotated it. One whose rewards no stage will give is requeued.
+        What a stage added that this run no longer has is dropped: a batch has the same arrays throughout.
+        """
+        if "reference" not in self.rules.stages:
+            group = without_reference(group)
+        stages = awaited(group, self.rules.stages)
+        if not np.isfinite(group.rewards).all() and "reward" not in stages:
+            self.requeue(group.ordinal, group.attempt, group.task_index)
+            return
         entry = Entry(
             ordinal=group.ordinal,
             attempt=group.attempt,
@@ -281,12 +262,15 @@ class Ledger:
             actor="",
             version=version,
             deadline=version + self.rules.max_staleness,
-            issued_at=0.0,
+            issued_at=now,
             uses=uses,
         )
         self._hold(entry, group)
         self._answers.put(entry.key, Answer("accepted"))
-        self.ready[entry.ordinal] = entry
+        if stages:
+            self.scoring.put(entry)
+        else:
+            self.ready[entry.ordinal] = entry
 
     def resume(self) -> None:
         """Last act of a restore: apply the bound and check the books."""
@@ -312,14 +296,36 @@ class Ledger:
         self._close_open(entry)
         self._hold(entry, group)
         self.tally.add(group, "generated")
-        entry.awaits = set(self.rules.stages)
-        (self.scoring if entry.awaits else self.ready)[entry.ordinal] = entry
-        self._watchdog.accepted(now)
+        if self.rules.stages:
+            self.scoring.put(entry)
+        else:
+            self._make_ready(entry, now)
 
-    def _hold(self, entry: Entry, group: Group) -> None:
-        entry.group, entry.nbytes = group, group.nbytes
-        entry.deadline = group.oldest_version + self.rules.max_staleness
-        self.held_bytes += entry.nbytes
+    def _make_ready(self, entry: Entry, now: float) -> None:
+        self.ready[entry.ordinal] = entry
+        self._watchdog.fed(now)
+
+    def _scored(self, decision: Decision, now: float) -> Answer:
+        """Apply what was decided about a group in scoring."""
+        answer, entry = decision
+        if entry is None:
+            return answer
+        if entry.payload.nbytes != entry.nbytes:  # it was annotated
+            self.held_bytes += entry.payload.nbytes - entry.nbytes
+            entry.nbytes = entry.payload.nbytes
+        if answer.outcome == "filtered":
+            self.tally.add(entry.payload, "filtered")
+            self._filter(entry, answer.reason)
+        elif self.scoring.is_complete(entry):
+            self.scoring.remove(entry.ordinal)
+            self._make_ready(entry, now)
+        self._check()
+        return answer
+
+    def _observe(self, group: Group) -> None:
+        """Rewards are known: the curriculum hears of them."""
+        if self.curriculum is not None and np.isfinite(group.rewards).all():
+            self.curriculum.observe(group.task_index, group.rewards)
 
     def _cut(self) -> list[Lost]:
         """Remove what ``next_step`` may not train any more: the bound, applied as soon as it bites."""
@@ -341,32 +347,3 @@ class Ledger:
             self._fail(entry, reason)
         self._check()
         return lost
-
-    def _fail(self, entry: Entry, reason: str) -> None:
-        """Terminal for the attempt, from any state; the ordinal is tried again."""
-        if entry.ordinal in self.open:
-            self._close_open(entry)
-        self.scoring.pop(entry.ordinal, None)
-        self.ready.pop(entry.ordinal, None)
-        if entry.group is not None:
-            self.tally.add(entry.group, "lost")
-        self._release(entry)
-        self.failed[reason] += 1
-        heapq.heappush(self.retry, (entry.ordinal, entry.attempt + 1))
-
-    def _close_open(self, entry: Entry) -> None:
-        del self.open[entry.ordinal]
-        self.leases[entry.actor] -= 1
-
-    def _retire(self, entry: Entry) -> None:
-        self.trained += 1
-        self._release(entry)
-
-    def _release(self, entry: Entry) -> None:
-        self.held_bytes -= entry.nbytes
-        entry.group, entry.nbytes = None, 0
-
-    def _check(self) -> None:
-        books = self.books()
-        if books["issued"] != sum(books.values()) - books["issued"]:
-            raise RuntimeError(f"the books do not close: {books}")

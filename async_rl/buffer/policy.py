@@ -1,9 +1,14 @@
-"""The rules of admission and delivery as pure functions; the ledger applies them."""
+"""The rules of admission and delivery as pure functions; the ledger applies them.
+
+Why nothing gets too old with ``stragglers = wait``. Let N(d) be the number of never-trained attempts that must be
+trained at step d or before. Admission keeps N(d) ≤ (d + 1 - next_step) · groups_per_step for every d, so a schedule
+exists; delivery takes the earliest deadlines first, and only when the rest still fits into the steps that are left.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from async_rl.buffer.records import Entry, Rules
 
@@ -16,6 +21,24 @@ def capacity(rules: Rules, version: int, next_step: int) -> int:
     """
     reachable = min(version + rules.max_staleness + 1, rules.steps) - next_step
     return reachable * rules.groups_per_step
+
+
+def choose(rules: Rules, step: int, ready: Collection[Entry], waiting: Collection[Entry]) -> list[Entry] | None:
+    """The batch of ``step`` out of what is ``ready``, or ``None`` if it has to wait.
+
+    Args:
+        rules: of the run.
+        step: the step to deliver.
+        ready: groups that can be trained.
+        waiting: attempts that are open or scored.
+    """
+    if step >= rules.steps or len(ready) < rules.groups_per_step:
+        return None
+    order = by_urgency(ready)
+    chosen, rest = order[: rules.groups_per_step], order[rules.groups_per_step :]
+    if rules.stragglers == "wait" and not leaves_time(rules, step, waiting, rest):
+        return None
+    return chosen
 
 
 def by_urgency(ready: Iterable[Entry]) -> list[Entry]:

@@ -5,7 +5,7 @@ Rules ─► Ticket ─► Entry ─► Answer (to a submit) ─► Delivery (a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from async_rl.config import Config
@@ -38,7 +38,7 @@ class Rules:
     watchdog_rounds: int = 3
     max_bytes: int = 4 << 30
     stages: tuple[str, ...] = ()
-    """Names of the workers that must annotate a submitted group before it is ready."""
+    """Stages that must annotate a submitted group before it is ready."""
 
     @classmethod
     def from_config(cls, config: Config, vocabulary: int | None = None, context: int | None = None) -> Rules:
@@ -49,7 +49,7 @@ class Rules:
             groups_per_step=buffer.groups_per_step,
             group_size=config.sampling.group_size,
             max_staleness=buffer.max_staleness,
-            max_new_tokens=config.sampling.max_new_tokens,
+            max_new_tokens=config.max_sampled,
             vocabulary=vocabulary,
             context=context,
             stragglers=buffer.stragglers,
@@ -59,6 +59,7 @@ class Rules:
             watchdog_s=buffer.watchdog_s,
             watchdog_rounds=buffer.watchdog_rounds,
             max_bytes=buffer.max_bytes,
+            stages=config.stages,
         )
 
 
@@ -70,7 +71,7 @@ class Entry:
     attempt: int
     task_index: int
     actor: str
-    """Who holds, or held, the ticket."""
+    """Who holds, or held, the ticket; empty in a resumed run."""
     version: int
     """Live version of the holder at issue."""
     deadline: int
@@ -81,8 +82,6 @@ class Entry:
     nbytes: int = 0
     uses: int = 0
     """How often it was trained."""
-    awaits: set[str] = field(default_factory=set)
-    """Stages that have not annotated it yet."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -103,7 +102,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a submit or a fail; given again, word for word, when the message is repeated."""
+    """What became of a submit, an annotation or a fail; given again, word for word, when the message is repeated."""
 
     outcome: Outcome
     reason: str = ""
@@ -141,7 +140,7 @@ class Stale:
     age_s: float
     """Seconds since its issue."""
     state: str
-    """``open``, ``scoring`` or ``expired`` (its lease ran out)."""
+    """``open``, ``expired`` (its lease ran out), or ``scoring`` with the awaited stages and who has it."""
 
     def __str__(self) -> str:
         return f"{self.actor:<20} ordinal {self.ordinal} attempt {self.attempt} {self.state} for {self.age_s:.0f} s"
@@ -149,7 +148,7 @@ class Stale:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """The watchdog barked: nothing was accepted for ``watchdog_s``."""
+    """The watchdog barked: no group became ready for ``watchdog_s``."""
 
     round: int
     """How many times in a row."""

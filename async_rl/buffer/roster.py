@@ -9,8 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from async_rl.buffer.fields import take
 from async_rl.protocol import Role
 from async_rl.timer import WORK, utilization
+from async_rl.wire import Header
+
+_MOST_CREDIT = 1 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,14 +37,20 @@ class Session:
     """Messages that never came."""
     gone: str = ""
     """Why it is no longer connected; empty while it is."""
+    stage: str = ""
+    """What it adds to groups (scorers)."""
     credit: int = 0
-    """Tickets that it can take now (actors)."""
+    """Tickets, or groups, that it can take now (actors, scorers)."""
     tickets: int = 0
-    """Tickets sent to it."""
+    """Tickets, or groups, sent to it."""
     live: int = -1
     """Version that it holds, proven by checksum; -1: none (actors, evaluators)."""
     fenced: bool = False
     """Too late with an announced version: no tickets until it has caught up."""
+    worked: bool = False
+    """It got tickets and has not said ``asleep`` since: it may still use the device (actors, colocated)."""
+    asleep: bool = False
+    """It gave its device back and was told of no version since (actors, colocated)."""
     wants: int = -1
     """Step that it waits for (learners); -1: none."""
     state: str = "starting"
@@ -56,6 +66,40 @@ class Session:
     info: dict[str, float] = field(default_factory=dict)
     """Counters of its own."""
 
+    @classmethod
+    def from_hello(cls, identity: bytes, hello: Header, now: float) -> Session:
+        """A client that is let in.
+
+        Raises:
+            WireError: a field is missing or of the wrong type.
+        """
+        return cls(
+            identity=identity,
+            name=take(hello, "name", str),
+            role=hello["role"],
+            rank=take(hello, "rank", int, 0),
+            world=take(hello, "world", int, 1),
+            stage=take(hello, "stage", str, ""),
+            pid=take(hello, "pid", int, 0),
+            host=take(hello, "host", str, ""),
+            heard=now,
+            seq=take(hello, "seq", int, 0),
+        )
+
+    def is_same_process(self, other: Session) -> bool:
+        """Whether both are connections of one process."""
+        return (self.pid, self.host) == (other.pid, other.host)
+
+    def take_credit(self, header: Header) -> None:
+        """It can take ``count`` more, of which some may be on their way: those that it had not ``received`` yet.
+
+        Raises:
+            WireError: ``bad_field``.
+        """
+        count, received = take(header, "count", int), take(header, "received", int, self.tickets)
+        under_way = max(0, self.tickets - max(0, received))
+        self.credit = max(0, min(count, _MOST_CREDIT) - under_way)
+
     def measure(self) -> float | None:
         """Utilisation since the last call that saw new seconds; ``None`` before anything but start-up was measured."""
         delta = {k: v - self.marks.get(k, 0.0) for k, v in self.seconds.items()}
@@ -69,6 +113,7 @@ class Session:
         return {
             "name": self.name,
             "role": self.role,
+            "stage": self.stage,
             "state": self.gone or self.state,
             "connected": not self.gone,
             "host": self.host,
@@ -103,6 +148,10 @@ class Roster:
         """The connected session of that name."""
         session = self._named.get(name)
         return session if session is not None and not session.gone else None
+
+    def last(self, name: str) -> Session | None:
+        """The newest session of that name, connected or not."""
+        return self._named.get(name)
 
     def of(self, *roles: Role) -> list[Session]:
         """Connected sessions of these roles."""

@@ -26,6 +26,7 @@ from types import FrameType, TracebackType
 import zmq
 
 from async_rl.buffer import journal
+from async_rl.buffer.curriculum import Curriculum
 from async_rl.buffer.files import RunFiles
 from async_rl.buffer.ledger import Ledger
 from async_rl.buffer.records import Rules
@@ -87,7 +88,7 @@ class Server:
         if resume is not None:
             self._files.keep("batches", lambda row: row.get("step", 0) < ledger.version)
             self._files.keep("evals", lambda row: row.get("version", 0) <= ledger.version)
-            again = {ordinal for ordinal, _ in ledger.retry}
+            again = {ordinal for ordinal, _, _ in ledger.retry}
             self._files.keep(
                 "samples",
                 lambda row: row.get("ordinal", 0) not in again and row.get("ordinal", 0) < ledger.next_ordinal,
@@ -220,7 +221,10 @@ def make_ledger(config: Config, rules: Rules, num_tasks: int, resume: Path | Non
         ConfigError: the checkpoint cannot be read.
     """
     stream = partial(_task_of, config.seed, num_tasks)
-    return Ledger(rules, stream) if resume is None else journal.thaw(journal.load(resume), rules, stream)
+    curriculum = Curriculum(stream, config.seed) if config.task.curriculum else None
+    if resume is None:
+        return Ledger(rules, stream, curriculum)
+    return journal.thaw(journal.load(resume), rules, stream, curriculum, time.monotonic())
 
 
 def _task_of(seed: int, num_tasks: int, ordinal: int) -> int:

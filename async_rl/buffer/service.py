@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 
 from async_rl.buffer.account import Account
 from async_rl.buffer.actor_desk import ActorDesk
+from async_rl.buffer.alarms import hung_learner_text, overdue_text
 from async_rl.buffer.door import refusal
 from async_rl.buffer.fields import number, numbers, spans, take
 from async_rl.buffer.files import RunFiles
@@ -23,6 +24,7 @@ from async_rl.buffer.ledger import Ledger
 from async_rl.buffer.post import Post
 from async_rl.buffer.records import Overdue
 from async_rl.buffer.roster import Roster, Session
+from async_rl.buffer.scorer_desk import ScorerDesk
 from async_rl.buffer.versions import Versions
 from async_rl.config import Config
 from async_rl.errors import WeightsError, WireError
@@ -92,16 +94,22 @@ class Service:
         self._began = now
         self._learner_heard = now  # of its work, not of its beats: those come from a thread of their own
         self._deadline = 0.0
-        self._actors = ActorDesk(ledger, self.roster, self.post, self.versions, files, self.refused)
+        colocated = config.actors.placement == "colocated"
+        self._actors = ActorDesk(
+            ledger, self.roster, self.post, self.versions, files, self.refused, colocated=colocated
+        )
+        self._scorers = ScorerDesk(ledger, self.roster, self.post, files, self.refused)
         self._learners = LearnerDesk(
             ledger, self.roster, self.post, files, config.algorithm.minibatches, self.account.shard_stats, wake
         )
         self._handlers: dict[
             str, tuple[tuple[Role, ...], Callable[[Session, Header, Sequence[Frame], float], None]]
         ] = {
-            "credit": (("actor",), lambda s, h, f, now: self._actors.credit(s, h)),
+            "credit": (("actor", "scorer"), lambda s, h, f, now: s.take_credit(h)),
             "submit": (("actor",), self._actors.submit),
-            "fail": (("actor",), lambda s, h, f, now: self._actors.fail(s, h)),
+            "annotate": (("scorer",), self._scorers.annotate),
+            "fail": (("actor", "scorer"), self._fail),
+            "asleep": (("actor",), lambda s, h, f, now: self._actors.asleep(s)),
             "live": (("actor", "evaluator"), lambda s, h, f, now: self._actors.live(s, h)),
             "next": (("learner",), lambda s, h, f, now: self._learners.next(s, h)),
             "trained": (("learner",), lambda s, h, f, now: self._trained(s, h, now)),
@@ -138,10 +146,12 @@ class Service:
     def pump(self, now: float) -> None:
         """Hand out whatever has become possible."""
         if self.phase == "running":
-            delivery = self._learners.deliver(new_steps=True)
+            delivery = self._learners.deliver(new_steps=not self._actors.in_use())
             if delivery is not None:
                 self._actors.cancel(delivery.lost)
             self._actors.issue(now)
+            self._actors.wake()
+            self._scorers.lease(now)
         elif self.phase == "stopping":
             self._learners.deliver(new_steps=False)
             self._learners.release(self.account.reason)
@@ -162,6 +172,7 @@ class Service:
             if overdue is not None:
                 self._bark(overdue, now)
             self._check_learner(now)
+            self._notice(now)
         self._actors.cancel(self.ledger.expire(now))
         self._learners.finish_snapshots()
         self._files.flush()
@@ -197,7 +208,7 @@ class Service:
         if self.phase not in ("running", "stopping"):
             return
         stopped = take(header, "stopped", bool, False)
-        self.post.send_all(self.roster.of("actor"), "stop", reason="the learner is done", error=False)
+        self.post.send_all(self.roster.of("actor", "scorer"), "stop", reason="the learner is done", error=False)
         self.ledger.close("run_ended")
         if stopped:
             self._finish("stopped", self.account.reason or "the learner was asked to stop", now)
@@ -227,7 +238,7 @@ class Service:
             self._finish("completed", f"all steps are trained; the last evaluation {why}", now)
         elif self.phase == "stopping" and late:
             self.fail(f"the learner did not stop within {STOP_S:.0f} s ({self.account.reason})", now)
-        elif self.phase == "closing" and (late or not self.roster.of("actor", "evaluator", "learner")):
+        elif self.phase == "closing" and (late or not self.roster.of("actor", "scorer", "evaluator", "learner")):
             self.phase = "ended"
 
     # ------------------------------------------------------------------ clients
@@ -259,17 +270,10 @@ class Service:
             print(f"refused {str(header.get('name'))[:60]!r}: {why}", flush=True)
             self.post.send(identity, "refused", reason=why, code="hello")
             return
-        session = Session(
-            identity=identity,
-            name=take(header, "name", str),
-            role=header["role"],
-            rank=take(header, "rank", int, 0),
-            world=take(header, "world", int, 1),
-            pid=take(header, "pid", int, 0),
-            host=take(header, "host", str, ""),
-            heard=now,
-            seq=take(header, "seq", int, 0),
-        )
+        session = Session.from_hello(identity, header, now)
+        before = self.roster.last(session.name)
+        if before is not None and session.is_same_process(before):  # its connection broke, its device did not change
+            session.worked, session.asleep = before.worked, before.asleep
         self._replace(session, now)
         self.roster.join(session)
         print(
@@ -291,7 +295,7 @@ class Service:
         for old in (self.roster.named(session.name), self.roster.find(session.identity)):
             if old is None or old.gone:
                 continue
-            same = (old.pid, old.host) == (session.pid, session.host)
+            same = session.is_same_process(old)
             if not same and old.identity != session.identity:
                 reason = f"another client took the name {old.name!r}: give each client its own"
                 self.post.send(old, "refused", reason=reason, code="replaced")
@@ -300,8 +304,9 @@ class Service:
     def _leave(self, session: Session, why: str, now: float) -> None:
         self.roster.leave(session, why)
         lost = self.ledger.lose(session.name) if session.role == "actor" else []
+        leased = self.ledger.scoring.lose(session.name) if session.role == "scorer" else 0
         if why != "bye":
-            print(f"{session.name} is gone ({why}); {len(lost)} tickets return", flush=True)
+            print(f"{session.name} is gone ({why}); {len(lost) + leased} tickets return", flush=True)
         if lost:  # it may only have been slow: then it must not go on with what others now do
             self.post.send(session, "cancel", tickets=[[x.ordinal, x.attempt] for x in lost])
         # On the way out the other ranks may leave before rank 0, which still writes the checkpoint.
@@ -331,6 +336,12 @@ class Service:
         if session.role == "monitor":
             self.post.send(session, "status", **self.account.glance())
 
+    def _fail(self, session: Session, header: Header, frames: Sequence[Frame], now: float) -> None:
+        if session.role == "scorer":
+            self._scorers.fail(session, header, now)
+        else:
+            self._actors.fail(session, header)
+
     # ------------------------------------------------------------------ learning
 
     def _trained(self, session: Session, header: Header, now: float) -> None:
@@ -345,7 +356,8 @@ class Service:
         except WeightsError as error:
             self.fail(f"version {manifest.version} cannot be served to the actors: {error}", now)
             return
-        self.post.send_all(self.roster.of("actor", "evaluator"), "version", manifest=self.versions.wire)
+        self._actors.announce()
+        self.post.send_all(self.roster.of("evaluator"), "version", manifest=self.versions.wire)
         self._tell_monitors()
         self._write_books()
 
@@ -362,27 +374,22 @@ class Service:
         """End a run whose learner is at work on one step for too long; waiting for data is the watchdog's business."""
         limit_s = self.config.learner.step_deadline_s
         if not self._learners.step_waits and now - self._learner_heard > limit_s:
-            ranks = ", ".join(f"rank {s.rank} {s.state}" for s in self.roster.of("learner")) or "none has joined"
-            self.fail(
-                f"the learner made no progress at step {self.ledger.version} for {limit_s:g} s "
-                f"(learner.step_deadline_s); ranks: {ranks}",
-                now,
-            )
+            self.fail(hung_learner_text(self.ledger.version, limit_s, self.roster), now)
+
+    def _notice(self, now: float) -> None:
+        """Say once, and show as long as it lasts, what holds the run up."""
+        notices = self._scorers.notices(now)
+        if len(notices) > len(self.account.notices):
+            print("\n".join(notices), flush=True)
+        self.account.notices = notices
 
     def _bark(self, overdue: Overdue, now: float) -> None:
-        clients = ", ".join(
-            f"{s.name} ({s.state}, version {s.live}, {s.in_flight} in flight)" for s in self.roster.of("actor")
-        )
-        text = (
-            f"no group was accepted for {self.config.buffer.watchdog_s:g} s, round {overdue.round} of "
-            f"{self.config.buffer.watchdog_rounds}; actors: {clients or 'none'}; "
-            f"filtered: {dict(self.ledger.filtered)}, failed: {dict(self.ledger.failed)}"
-        )
-        rows = "".join(f"\n  {row}" for row in overdue.table) or "\n  nobody holds a ticket"
-        print(f"watchdog: {text}{rows}", flush=True)
+        awake = [f"{name} has not given its device back: it never said asleep" for name in self._actors.in_use()]
+        text = f"watchdog: {overdue_text(overdue, self.ledger, self.roster, [*self.account.notices, *awake])}"
+        print(text, flush=True)
         self._actors.cancel(overdue.lost)
         if overdue.exhausted:
-            self.fail(f"watchdog: {text}{rows}", now)
+            self.fail(text, now)
 
     def _tell_monitors(self) -> None:
         self.post.send_all(self.roster.of("monitor"), "status", **self.account.glance())

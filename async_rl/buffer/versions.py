@@ -6,7 +6,9 @@ trained(manifest) ─► announce ─► clients prepare, commit ─► live(ver
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from async_rl.config import Config
@@ -57,6 +59,8 @@ class Versions:
         self.mismatches = 0
         """Times that a client claimed a version whose bytes it does not hold."""
         self._publish_s, self._transfer_s, self._commit_s = Mean(), Mean(), Mean()
+        self._pauses_s: deque[float] = deque(maxlen=_KEPT)
+        self._paused_s = 0.0
 
     def announce(self, manifest: Manifest, now: float, publish_s: float | None) -> None:
         """A new version is published."""
@@ -83,6 +87,11 @@ class Versions:
         self._transfer_s.add(transfer_s)
         self._commit_s.add(commit_s)
 
+    def time_pause(self, pause_s: float) -> None:
+        """For how long a swap kept an actor from decoding."""
+        self._pauses_s.append(pause_s)
+        self._paused_s += pause_s
+
     def is_late(self, live: int, now: float) -> bool:
         """Whether a client at ``live`` has missed the deadline of the version after it.
 
@@ -95,12 +104,14 @@ class Versions:
         return now - missing[0] > self._deadline_s
 
     def to_plain(self) -> dict[str, Any]:
-        """For ``books.json``."""
+        """For ``books.json``: means, but of the pauses the median and the sum."""
         return {
             "bytes": self.newest.nbytes if self.newest else None,
             "publish_s": self._publish_s.value,
             "transfer_s": self._transfer_s.value,
             "commit_s": self._commit_s.value,
+            "pause_s": median(self._pauses_s) if self._pauses_s else None,
+            "paused_s": self._paused_s,
             "versions": self.count,
             "mismatches": self.mismatches,
         }

@@ -1,4 +1,8 @@
-"""The watchdog: notices that nothing is accepted any more, and names who holds the oldest tickets."""
+"""The watchdog: notices that no group becomes ready any more, and names who holds the oldest ones.
+
+What feeds it is a group that becomes *ready*. That a group was accepted is not enough: while every scorer fails at its
+groups, or filters them, actors would go on to submit for ever and no step would be trained.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ TABLE_ROWS = 10
 
 
 class Watchdog:
-    """Barks when work waits and nothing was accepted for ``limit_s``; ``rounds`` counts the barks in a row."""
+    """Barks when work waits and no group became ready for ``limit_s``; ``rounds`` counts the barks in a row."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -18,8 +22,8 @@ class Watchdog:
         self._expired: list[Stale] = []
         self.rounds = 0
 
-    def accepted(self, now: float) -> None:
-        """A group was accepted: all is well."""
+    def fed(self, now: float) -> None:
+        """A group became ready: all is well."""
         self._quiet_since, self.rounds = now, 0
         self._expired.clear()
 
@@ -38,9 +42,9 @@ class Watchdog:
         self.rounds += 1
         return True
 
-    def table(self, waiting: Iterable[Entry], now: float) -> tuple[Stale, ...]:
-        """The oldest attempts since the last accepted group."""
-        rows = [_row(e, now, "open" if e.group is None else "scoring") for e in waiting]
+    def table(self, waiting: Iterable[tuple[Entry, str]], now: float) -> tuple[Stale, ...]:
+        """The oldest attempts, given with their states, since a group last became ready."""
+        rows = [_row(entry, now, state) for entry, state in waiting]
         return tuple(sorted([*self._expired, *rows], key=lambda r: (-r.age_s, r.ordinal))[:TABLE_ROWS])
 
 

@@ -46,6 +46,11 @@ class Commands:
         """One rollout actor."""
         return [sys.executable, "-m", "actors.main", str(self.config), "--connect", address, "--name", name]
 
+    def scorer(self, address: str, name: str, role: str) -> list[str]:
+        """One scorer of the stage ``role``: ``reward`` or ``reference``."""
+        main = [sys.executable, "-m", "actors.scorer", str(self.config), "--role", role]
+        return [*main, "--connect", address, "--name", name]
+
     def evaluator(self, address: str) -> list[str]:
         """The held-out evaluation."""
         return [sys.executable, "-m", "actors.evaluator", str(self.config), "--connect", address]
@@ -69,17 +74,30 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
     return [str(index) for index in range(len(gpus))] if listed.returncode == 0 else []
 
 
-def assign_gpus(gpus: Sequence[str], ranks: int, actors: int) -> dict[str, str]:
-    """``CUDA_VISIBLE_DEVICES`` per process name: the learner first, then the actors, who share when there are too few.
+def assign_gpus(
+    gpus: Sequence[str], ranks: int, actors: int, scorers: Sequence[str] = (), *, colocated: bool = False
+) -> dict[str, str]:
+    """``CUDA_VISIBLE_DEVICES`` per process name: the learner first, then actors and scorers, who share the rest.
 
-    With more GPUs than ranks the actors take turns on the rest; with no more they take turns on all of them, beside the
-    learner. The evaluator sits with the last actor. Without GPUs nothing is assigned.
+    With more GPUs than ranks the actors, then the scorers, take turns on the rest; with no more they take turns on all
+    of them, beside the learner. Colocated actors take turns on the learner's. The evaluator sits with the last actor.
+    Without GPUs nothing is assigned.
+
+    Args:
+        gpus: identifiers, in order.
+        ranks: of the learner group.
+        actors: number of actors.
+        scorers: names of the scorers that hold a model.
+        colocated: whether actors give their device to the learner and back.
     """
     if not gpus:
         return {}
     learner = list(gpus[:ranks])
     shared = list(gpus[ranks:]) or list(gpus)
+    homes = learner if colocated else shared
     assigned = {"learner": ",".join(learner)}
-    assigned |= {f"actor{i}": shared[i % len(shared)] for i in range(actors)}
-    assigned["evaluator"] = shared[max(0, actors - 1) % len(shared)]
+    assigned |= {f"actor{i}": homes[i % len(homes)] for i in range(actors)}
+    taken = 0 if colocated else actors
+    assigned |= {name: shared[(taken + i) % len(shared)] for i, name in enumerate(scorers)}
+    assigned["evaluator"] = homes[max(0, actors - 1) % len(homes)]
     return assigned

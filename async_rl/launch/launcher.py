@@ -1,13 +1,13 @@
 """Starts the processes of a run, watches them, ends them: after it returns none is left, whatever happened.
 
-    server ──server.json──► launcher ──address──► learner group, actors, evaluator
+    server ──server.json──► launcher ──address──► learner group, actors, scorers, evaluator
        ▲ └─ status, stop ─► monitor ─► display
        └─── dead, stop, fatal
 
 | event                          | what follows                                                                      |
 |--------------------------------|-----------------------------------------------------------------------------------|
-| an actor or the evaluator dies | reported to the server, started again after 1, 2, 4 s, then given up               |
-| the last actor is given up     | the run fails                                                                     |
+| a worker dies                  | reported to the server, started again after 1, 2, 4 s, then given up              |
+| the last of a role is given up | the run fails with the end of its log, unless it is the evaluator                 |
 | server or learner dies         | the run fails, with the end of its log in the message                             |
 | the server says stop           | every process has a bounded time to leave                                         |
 | Ctrl-C or SIGTERM              | the server is asked to stop: the learner writes a checkpoint; exit code 130 or 143 |
@@ -39,13 +39,17 @@ MAX_RESTARTS = 3
 BACKOFF_S = 1.0
 """Before the first restart; twice as long before each further one."""
 _TURN_S = 0.2
+_NEEDED = {"actor": "actor", "reward": "reward scorer", "reference": "reference scorer"}
+"""Roles without which a run cannot go on, as messages name them."""
 
 
 @dataclass(slots=True)
 class Worker:
-    """An actor or the evaluator: a process that may be started again."""
+    """An actor, a scorer or the evaluator: a process that may be started again."""
 
     name: str
+    role: str
+    """``actor``, ``reward``, ``reference`` or ``evaluator``."""
     command: Sequence[str]
     child: Child | None = None
     restarts: int = 0
@@ -67,6 +71,7 @@ class Launcher:
         env: environment of every process.
         gpus: ``CUDA_VISIBLE_DEVICES`` per process name.
         actors: how many actors are started here; 0 when they connect from other hosts.
+        scorers: how many scorers of each stage are started here.
         monitor: makes the line to the server at an address.
         cleanup: frees what a killed process may have left, given the run id.
     """
@@ -79,6 +84,7 @@ class Launcher:
     interrupts: Interrupts
     monitor: Callable[[str], Monitor]
     cleanup: Callable[[str], object]
+    scorers: Mapping[str, int] = field(default_factory=dict)
     children: list[Child] = field(default_factory=list)
     workers: list[Worker] = field(default_factory=list)
 
@@ -124,9 +130,11 @@ class Launcher:
 
     def _start_others(self, address: str) -> None:
         self._start("learner", self.commands.learner(address))
-        names = [f"actor{i}" for i in range(self.actors)]
-        self.workers = [Worker(name, self.commands.actor(address, name)) for name in names]
-        self.workers.append(Worker("evaluator", self.commands.evaluator(address)))
+        for i in range(self.actors):
+            self.workers.append(Worker(f"actor{i}", "actor", self.commands.actor(address, f"actor{i}")))
+        for name, role in scorer_names(self.scorers):
+            self.workers.append(Worker(name, role, self.commands.scorer(address, name, role)))
+        self.workers.append(Worker("evaluator", "evaluator", self.commands.evaluator(address)))
         for worker in self.workers:
             worker.child = self._start(worker.name, worker.command)
 
@@ -225,17 +233,18 @@ class Launcher:
         wait_all(self.children, FAILED_S)
 
     def _tend_workers(self, line: Monitor) -> tuple[Status, str] | None:
-        """Report and replace workers that died; the end of the run if no actor is left."""
+        """Report and replace workers that died; the end of the run if none is left of a role that it needs."""
         for worker in self.workers:
             if worker.child is not None and worker.child.poll():  # 0 means that it left on purpose
                 self._bury(worker, line)
             elif worker.restart_at is not None and time.monotonic() >= worker.restart_at:
                 worker.restarts, worker.restart_at = worker.restarts + 1, None
                 worker.child = self._start(worker.name, worker.command)
-        here = [worker for worker in self.workers if worker.name != "evaluator"]
-        if here and all(worker.given_up for worker in here):
-            last = next(c for c in reversed(self.children) if c.name == here[-1].name)
-            return "failed", f"no actor is left; {describe(last)}"
+        for role, what in _NEEDED.items():
+            here = [worker for worker in self.workers if worker.role == role]
+            if here and all(worker.given_up for worker in here):
+                last = next(c for c in reversed(self.children) if c.name == here[-1].name)
+                return "failed", f"no {what} is left; {describe(last)}"
         return None
 
     def _bury(self, worker: Worker, line: Monitor) -> None:
@@ -264,6 +273,11 @@ class Launcher:
             cpu_s={name: round(value, 3) for name, value in cpu_s.items()},
             restarts={w.name: w.restarts for w in self.workers if w.restarts},
         )
+
+
+def scorer_names(scorers: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Name and role of each scorer: ``reward0``, ``reward1``, ``reference0``."""
+    return [(f"{role}{i}", role) for role, count in scorers.items() for i in range(count)]
 
 
 def describe(child: Child) -> str:

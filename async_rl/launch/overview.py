@@ -47,7 +47,7 @@ def overview(config: Config, model: Path | None) -> Overview:
     parameters = num_parameters(model) if model else None
     return Overview(
         sequences_per_step=groups * size,
-        sampled_tokens_per_step=groups * size * config.sampling.max_new_tokens,
+        sampled_tokens_per_step=groups * size * config.max_sampled,
         updates_per_step=config.algorithm.minibatches * config.algorithm.epochs,
         tickets_in_flight=(eta + 1) * groups,
         staleness_bound=eta,
@@ -118,7 +118,7 @@ def _rows(config: Config, view: Overview, model: Path | None) -> list[tuple[str,
     sync = "known once the model is there" if view.weight_bytes is None else format_bytes(view.weight_bytes)
     return [
         ("model", f"{config.model.path}" + (f" ({model})" if model and str(model) != config.model.path else "")),
-        ("task", config.task.data or config.task.name),
+        ("task", config.task.environment or config.task.data or config.task.name),
         (
             "effective batch",
             f"{config.buffer.groups_per_step} groups × {config.sampling.group_size} = "
@@ -128,9 +128,48 @@ def _rows(config: Config, view: Overview, model: Path | None) -> list[tuple[str,
         ("tickets in flight", f"at most {view.tickets_in_flight:,}"),
         ("staleness", f"expected {expected}; largest possible {view.staleness_bound}"),
         ("weight sync", f"{sync} a version over {config.weights.path}"),
-        ("actors", f"{config.actors.count} × {config.actors.engine}, {config.actors.slots} slots each"),
-        ("learner", f"{config.learner.ranks} rank{'s' if config.learner.ranks > 1 else ''}, lr {config.learner.lr:g}"),
+        ("actors", _actors(config)),
+        ("rewards", _rewards(config)),
+        *([("reference", _reference(config))] if config.needs_reference else []),
+        *([("critic", _critic(config))] if config.algorithm.advantage == "gae" else []),
+        ("learner", f"{_several(config.learner.ranks, 'rank')}, lr {config.learner.lr:g}, {config.algorithm.name}"),
     ]
+
+
+def _actors(config: Config) -> str:
+    turns = ", taking turns with the learner on its device" if config.actors.placement == "colocated" else ""
+    return f"{config.actors.count} × {config.actors.engine}, {config.actors.slots} slots each{turns}"
+
+
+def _rewards(config: Config) -> str:
+    reward = config.reward
+    verifier = "environment" if config.task.environment else "verifier"
+    parts = {
+        verifier: reward.verifier,
+        f"model {reward.model_path}": reward.model,
+        f"judge {reward.judge_model}": reward.judge,
+    }
+    terms = " + ".join(name if weight == 1 else f"{weight:g} × {name}" for name, weight in parts.items() if weight)
+    return f"{terms}, {'in the actors' if reward.placement == 'actor' else _several(reward.scorers, 'scorer')}"
+
+
+def _reference(config: Config) -> str:
+    reference = config.reference
+    where = "in the learner" if reference.placement == "learner" else _several(reference.scorers, "scorer")
+    use = (
+        "teacher"
+        if config.algorithm.advantage == "distill"
+        else f"KL {config.algorithm.kl_coef:g} in the {config.algorithm.kl_in}"
+    )
+    return f"{reference.path or 'the start model'}, {use}, {where}"
+
+
+def _critic(config: Config) -> str:
+    return "a value head on the policy" if config.algorithm.critic == "head" else "a model of its own in the learner"
+
+
+def _several(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def format_bytes(count: float) -> str:

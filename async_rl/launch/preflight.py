@@ -22,8 +22,10 @@ from async_rl.errors import AsyncRLError, ConfigError
 WARMUP_TIMEOUT_S = 1800.0
 IMPORT_TIMEOUT_S = 60.0
 MIN_SHM_FREE = 64 << 20
-_CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
+CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
 """How the names of causal language models end; the older ones (GPT-2) in the second way."""
+CLASSIFIER = ("ForSequenceClassification",)
+"""How the names of sequence classification models end."""
 _IMPORT = """
 import importlib, sys
 found = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
@@ -53,27 +55,46 @@ def prepare_out(out: Path) -> Path:
 def ensure_model(
     config: Config, env: Mapping[str, str], log: Path, say: Announce, interrupted: Callable[[], bool] = lambda: False
 ) -> Path:
-    """The model folder of a run; builds ``tiny`` or fetches ``smollm2`` into the cache when they are not there.
+    """The model folder of a run, see :func:`ensure_folder`."""
+    return ensure_folder(config.model.path, "model.path", env, log, say, interrupted)
+
+
+def ensure_folder(
+    path: str,
+    setting: str,
+    env: Mapping[str, str],
+    log: Path,
+    say: Announce,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Path:
+    """The folder of a model; builds the tiny ones or fetches ``smollm2`` into the cache when they are not there.
+
+    Args:
+        path: value of the setting.
+        setting: its name, for messages.
+        env: environment of the process that builds.
+        log: its log.
+        say: told what takes time.
+        interrupted: ends the building once it is true.
 
     Raises:
         ConfigError: the folder is no model folder, or the cache cannot be written.
         AsyncRLError: building or fetching it failed, or ``interrupted`` became true.
     """
-    from async_rl.models import cache_dir, cached_model, resolve_model
+    from async_rl.models import BUILT, cache_dir, cached_model, resolve_model
 
-    path = config.model.path
-    if path == "tiny" and not is_model_folder(cached_model("tiny")):
+    if path in BUILT and not is_model_folder(cached_model(path)):
         _check_cache(cache_dir())
-        say("building and briefly supervising the tiny model (once; it stays in the cache)")
-        _build([sys.executable, "-m", "learner.warmup", "--out", str(cached_model("tiny"))], env, log, interrupted)
+        say(f"building and briefly supervising the model {path!r} (once; it stays in the cache)")
+        _build([sys.executable, "-m", "learner.warmup", path, "--out", str(cached_model(path))], env, log, interrupted)
     elif path == "smollm2" and not is_model_folder(cached_model("smollm2")):
         _check_cache(cache_dir())
         say("fetching and converting SmolLM2-135M-Instruct (once; it stays in the cache)")
         from async_rl.smollm2 import fetch
 
         fetch(cache_dir())
-    folder = Path(resolve_model(path))
-    check_model_folder(folder)
+    folder = Path(resolve_model(path, setting))
+    check_model_folder(folder, setting)
     return folder
 
 
@@ -92,16 +113,19 @@ def is_model_folder(folder: Path) -> bool:
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
-def check_model_folder(folder: Path) -> None:
+def check_model_folder(folder: Path, setting: str = "model.path", kinds: tuple[str, ...] = CAUSAL_LM) -> None:
     """Check the layout of a model folder without loading it.
+
+    Args:
+        folder: with configuration, weights and tokenizer.
+        setting: that names it, for messages.
+        kinds: how the names of the architectures end that are wanted.
 
     Raises:
         ConfigError: a part is missing, or ``config.json`` is not JSON.
     """
     if not folder.is_dir():
-        raise ConfigError(
-            f"model.path = {str(folder)!r}: no such folder (a Hugging Face model folder, 'tiny' or 'smollm2')"
-        )
+        raise ConfigError(f"{setting} = {str(folder)!r}: no such folder (expected a Hugging Face model folder)")
     for name, found in {
         "config.json": (folder / "config.json").is_file(),
         "*.safetensors": any(folder.glob("*.safetensors")),
@@ -109,14 +133,15 @@ def check_model_folder(folder: Path) -> None:
     }.items():
         if not found:
             raise ConfigError(
-                f"model.path = {str(folder)!r} has no {name}: save model and tokenizer with save_pretrained"
+                f"{setting} = {str(folder)!r} has no {name}: save model and tokenizer with save_pretrained"
             )
     try:
         architectures = json.loads((folder / "config.json").read_text())["architectures"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder / 'config.json'} names no architecture: {error!r}") from None
-    if not any(str(name).endswith(_CAUSAL_LM) for name in architectures):
-        raise ConfigError(f"{folder}: {architectures} is no causal language model")
+    if not any(str(name).endswith(kinds) for name in architectures):
+        what = "sequence classification" if kinds == CLASSIFIER else "causal language"
+        raise ConfigError(f"{setting} = {str(folder)!r}: {architectures} is no {what} model")
 
 
 def check_data(config: Config) -> tuple[int, int]:

@@ -43,6 +43,10 @@ class Glance:
     """Utilisation of the learner, 0 to 1."""
     actors: float | None
     """Utilisation of the actors, 0 to 1."""
+    scorers: float | None
+    """Utilisation of the scorers, 0 to 1; ``None`` without any."""
+    notices: tuple[str, ...]
+    """What holds the run up just now."""
     books: Mapping[str, int]
     clients: int
     """Processes that are connected, the launcher left out."""
@@ -62,6 +66,8 @@ class Glance:
             age_max=staleness.get("max"),
             learner=utilization.get("learner"),
             actors=utilization.get("actors"),
+            scorers=utilization.get("scorers"),
+            notices=tuple(str(text) for text in status.get("notices") or ()),
             books=status.get("books") or {},
             clients=sum(c.get("role") != "monitor" for c in status.get("clients") or ()),
         )
@@ -96,6 +102,7 @@ class PlainDisplay(AbstractContextManager["PlainDisplay"]):
         self._console, self._total = console, config.steps
         self._every = max(1, config.steps // PLAIN_LINES)
         self._shown, self._pace = 0, Pace(config.steps)
+        self._noticed = 0
 
     def __exit__(self, *_: object) -> None:
         return None
@@ -109,6 +116,10 @@ class PlainDisplay(AbstractContextManager["PlainDisplay"]):
         if glance.step > self._shown and due:
             self._shown = glance.step
             self._console.print(one_line(glance, self._total, left), soft_wrap=True)
+        if len(glance.notices) > self._noticed:  # once for each thing: their words change with the time that passes
+            for text in glance.notices:
+                self.note(text)
+        self._noticed = len(glance.notices)
 
     def note(self, text: str) -> None:
         """Write one line."""
@@ -161,6 +172,7 @@ def one_line(glance: Glance, total: int, left_s: float | None) -> str:
         f"age {glance.age_mean:.2f}/{glance.age_max}" if glance.age_mean is not None else "",
         _part("learner", glance.learner, ".0%"),
         _part("actors", glance.actors, ".0%"),
+        _part("scorers", glance.scorers, ".0%"),
         f"{format_seconds(left_s)} left" if left_s is not None and glance.step < total else "",
     ]
     return "  ".join(part for part in parts if part)
@@ -177,8 +189,11 @@ def panel(glance: Glance, total: int, left_s: float | None) -> RenderableType:
     table.add_row("reward", _value(glance.reward, ".3f"), "accuracy", _value(glance.accuracy, ".3f"))
     table.add_row("learner", _value(glance.learner, ".0%"), "actors", _value(glance.actors, ".0%"))
     table.add_row("age", age or "–", "clients", str(glance.clients))
+    if glance.scorers is not None:
+        table.add_row("scorers", _value(glance.scorers, ".0%"))
     books = "  ".join(f"{name} {count:,}" for name, count in glance.books.items())
-    return Group(head, table, Text(f"held out  {evals}"), Text(f"tickets   {books}", style="dim"))
+    notices = [Text(text, style="yellow") for text in glance.notices]
+    return Group(head, table, Text(f"held out  {evals}"), Text(f"tickets   {books}", style="dim"), *notices)
 
 
 def _value(value: float | None, spec: str) -> str:

@@ -15,12 +15,12 @@ from rich.console import Console
 
 from async_rl.config import Config, load_config, to_toml
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.launch import preflight
+from async_rl.launch import preflight, roles
 from async_rl.launch.children import Child, cause, end_all, end_descendants, wait_all
 from async_rl.launch.commands import Commands, assign_gpus, visible_gpus
 from async_rl.launch.interfaces import Monitor, Outcome
 from async_rl.launch.interrupts import Interrupts
-from async_rl.launch.launcher import MAX_RESTARTS, Launcher, describe
+from async_rl.launch.launcher import MAX_RESTARTS, Launcher, describe, scorer_names
 from async_rl.launch.overview import num_parameters, print_overview
 from async_rl.launch.progress import make_console, make_display
 from async_rl.report.trace import write_trace
@@ -56,28 +56,51 @@ def run_session(
         return _finish(folder, outcome, console)
 
 
-def run_actor(source: str, overrides: Sequence[str], connect: str, name: str | None) -> int:
-    """``async-rl actor``: one actor, started again when it dies by accident; the exit code.
+def run_actor(source: str, overrides: Sequence[str], connect: str, name: str | None, role: str = "actor") -> int:
+    """``async-rl actor``: one actor or scorer, started again when it dies by accident; the exit code.
+
+    Args:
+        source: preset or configuration file.
+        overrides: ``KEY=VALUE``.
+        connect: address of the server.
+        name: unique in the run; ``None``: host and process id.
+        role: ``actor``, ``reward`` or ``reference``.
 
     Raises:
         ConfigError: an argument, a setting, the model or the data is wrong.
     """
     config = load_config(source, overrides)
-    name = name or f"{socket.gethostname()}-{os.getpid()}"
+    name = name or f"{socket.gethostname()}-{role}-{os.getpid()}"
     preflight.check_connect(connect)
+    roles.check_role(config, role)
     folder = Path("runs") / f"actor-{name}"
     search = Path(source).resolve().parent if source.endswith(".toml") else Path.cwd()
     env = preflight.child_environment(os.environ, search)
     console = make_console()
     with Interrupts() as interrupts:
-        preflight.ensure_model(config, env, folder / "logs" / "warmup.log", console.print, lambda: interrupts.count > 0)
-        preflight.check_engine(config)
-        preflight.check_data(config)
+        _check_host(config, role, env, folder, console, interrupts)
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "config.toml", to_toml(config))
         commands = Commands(config=folder / "config.toml", out=folder, ranks=1)
         console.print(f"{name} serves {connect}; log: {folder / 'logs' / f'{name}.log'}")
-        return _keep_alive(name, commands.actor(connect, name), folder / "logs" / f"{name}.log", env, interrupts)
+        command = commands.actor(connect, name) if role == "actor" else commands.scorer(connect, name, role)
+        return _keep_alive(name, command, folder / "logs" / f"{name}.log", env, interrupts)
+
+
+def _check_host(
+    config: Config, role: str, env: dict[str, str], out: Path, console: Console, interrupts: Interrupts
+) -> None:
+    """What one process of this role needs on this host, cheapest first."""
+    log = out / "logs" / "warmup.log"
+    model = preflight.ensure_model(config, env, log, console.print, lambda: interrupts.count > 0)
+    if role == "reference":
+        roles.ensure_reference(config, model, env, log, console.print, lambda: interrupts.count > 0)
+        return
+    if role == "actor":
+        preflight.check_engine(config)
+    preflight.check_data(config)
+    if config.reward.placement == ("actor" if role == "actor" else "scorer"):
+        roles.check_reward(config)
 
 
 def _keep_alive(name: str, command: Sequence[str], log: Path, env: dict[str, str], interrupts: Interrupts) -> int:
@@ -121,7 +144,10 @@ def _configure(
     config = load_config(source or str(resume / "config.toml"), overrides)
     before = load_config(str(resume / "config.toml"))
     if config.contract_hash() != before.contract_hash():
-        raise ConfigError(f"--resume {resume}: model, task, sampling and seed must stay as in {resume / 'config.toml'}")
+        raise ConfigError(
+            f"--resume {resume}: model, task, sampling, rewards, reference and seed must stay as in "
+            f"{resume / 'config.toml'}"
+        )
     done = int(checkpoint.name.removeprefix("step_"))
     if done >= config.steps:
         raise ConfigError(
@@ -140,9 +166,15 @@ def _check(
         preflight.check_engine(config)
     preflight.check_verifier(config.task.verifier, env)
     preflight.check_data(config)
+    if with_actors:
+        roles.check_reward(config)
     model = preflight.ensure_model(
         config, env, out / "logs" / "warmup.log", console.print, lambda: interrupts.count > 0
     )
+    if config.needs_reference:
+        roles.ensure_reference(
+            config, model, env, out / "logs" / "warmup.log", console.print, lambda: interrupts.count > 0
+        )
     preflight.check_limits(config, model)
     preflight.check_chat_template(config, model)
     preflight.check_shared_memory((num_parameters(model) or 0) * 4)
@@ -164,22 +196,40 @@ def _launch(
 
     def monitor(address: str) -> Monitor:
         if not with_actors:
-            console.print(f"actors connect with: async-rl actor CONFIG.toml --connect {_reachable(address, config)}")
+            for role in ("actor", *config.stages):
+                flag = "" if role == "actor" else f" --role {role}"
+                where = _reachable(address, config)
+                who = "actors" if role == "actor" else f"{role} scorers"
+                console.print(f"{who} connect with: async-rl actor CONFIG.toml{flag} --connect {where}")
         return Client(address, "monitor", f"launcher-{os.getpid()}", config.contract_hash())
 
     actors = config.actors.count if with_actors else 0
+    scorers = _scorers(config) if with_actors else {}
     gpus = [] if config.model.device == "cpu" else visible_gpus(env)
     with make_display(console, config) as display:
         return Launcher(
             commands=Commands(config=out / "config.toml", out=out, ranks=config.learner.ranks, resume=checkpoint),
             env=env,
-            gpus=assign_gpus(gpus, config.learner.ranks, actors),
+            gpus=assign_gpus(
+                gpus,
+                config.learner.ranks,
+                actors,
+                [name for name, role in scorer_names(scorers) if role == "reference" or config.reward.model],
+                colocated=config.actors.placement == "colocated",
+            ),
             actors=actors,
+            scorers=scorers,
             display=display,
             interrupts=interrupts,
             monitor=monitor,
             cleanup=unlink_run,
         ).run()
+
+
+def _scorers(config: Config) -> dict[str, int]:
+    """Scorers that a run starts on this machine, by stage."""
+    counts = {"reward": config.reward.scorers, "reference": config.reference.scorers}
+    return {stage: counts[stage] for stage in config.stages}
 
 
 def _reachable(address: str, config: Config) -> str:

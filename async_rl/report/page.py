@@ -43,6 +43,7 @@ def render(run: RunFolder) -> str:
         sections.ages(summary.get("staleness") or {}),
         sections.usage(timeline),
         sections.ledger(summary.get("ledger") or {}, reasons),
+        sections.scoring(summary.get("stages") or {}),
         sections.weights(summary),
         sections.processes(summary),
         sections.others(metrics, _CHARTS),

@@ -37,6 +37,7 @@ def headline(summary: Mapping[str, Any]) -> str:
         ("largest age, bound", _pair(staleness.get("max"), staleness.get("bound"))),
         ("learner at work", _number(used.get("learner"), ".0%")),
         ("actors at work", _number(used.get("actors"), ".0%")),
+        ("scorers at work", _number(used.get("scorers"), ".0%")),
     ]
     shown = [f'<div class="card"><b>{escape(value)}</b><span>{name}</span></div>' for name, value in cards if value]
     return f'<div class="cards">{"".join(shown)}</div>' if shown else ""
@@ -108,6 +109,24 @@ def ledger(books: Mapping[str, Any], reasons: Mapping[str, Mapping[str, Any]]) -
     return section("Ledger (tickets)", equation + (table(["outcome", "reason", "count"], rows) if rows else ""))
 
 
+def scoring(stages: Mapping[str, Mapping[str, Any]]) -> str:
+    """What the scorers of each stage did."""
+    rows = [
+        [
+            name,
+            f"{facts['annotated']:,}",
+            _number(facts["groups_per_s"], ".1f") or "–",
+            *(f"{facts[k]:,}" for k in _TRIES),
+        ]
+        for name, facts in stages.items()
+    ]
+    heads = ["stage", "groups", "groups/s while there were any", "failed tries", "leases given back"]
+    return section("Scorers", table(heads, rows)) if rows else ""
+
+
+_TRIES = ("failed", "returned")
+
+
 def weights(summary: Mapping[str, Any]) -> str:
     """Bytes and times of the weight versions."""
     facts = summary.get("weights") or {}
@@ -125,6 +144,8 @@ _WEIGHT_TIMES = {
     "publish_s": "publish, mean s",
     "transfer_s": "transfer and verify, mean s",
     "commit_s": "swap into the engine, mean s",
+    "pause_s": "decoding paused for a swap, median s",
+    "pause_share": "share of the actors' time that these pauses took",
 }
 
 

@@ -13,7 +13,8 @@ import random
 from typing import TYPE_CHECKING
 
 from async_rl.errors import ConfigError
-from async_rl.tasks import addition, countdown, exact, jsonl, sorting
+from async_rl.tasks import addition, countdown, exact, reasoning_gym, sorting, table
+from async_rl.tasks.environments import environment_problems
 from async_rl.tasks.problem import Problem, TaskData, hold_out
 
 if TYPE_CHECKING:
@@ -33,14 +34,19 @@ def load_task(task: TaskConfig, seed: int) -> TaskData:
     """
     keyed: list[tuple[object, Problem]]
     verifier = exact.VERIFIER
-    if task.name == "addition":
+    if task.environment and not task.data:
+        keyed = list(environment_problems(task.environment, task.digits))
+    elif task.name == "addition":
         keyed = list(addition.problems(task.digits))
     elif task.name == "sorting":
         keyed = list(sorting.problems(task.digits))
     elif task.name == "countdown":
         keyed, verifier = list(countdown.problems(task.digits)), countdown.VERIFIER
+    elif task.name == "reasoning_gym":
+        keyed, verifier = list(reasoning_gym.problems(task.dataset)), reasoning_gym.verifier(task.dataset)
     else:
-        keyed = list(jsonl.problems(task.data, needs_answer=not task.verifier))
+        needs_answer = not (task.verifier or task.environment)
+        keyed = list(table.problems(task.data, needs_answer=needs_answer, chat=task.chat))
     train, heldout = hold_out(keyed, task.holdout)
     if not train or not heldout:
         raise ConfigError(

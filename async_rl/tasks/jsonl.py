@@ -1,4 +1,4 @@
-"""Problems from a JSONL file: one JSON object a line, with a ``prompt`` and whatever columns the verifier needs."""
+"""Rows of a JSONL file: one JSON object a line."""
 
 from __future__ import annotations
 
@@ -8,38 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import ConfigError
-from async_rl.tasks.problem import Problem
-
-_RESERVED = ("completions", "completion_ids", "finish_reasons", "prompts")
-"""Keyword arguments of a verifier that are ours."""
 
 
-def problems(data: str, needs_answer: bool) -> Iterator[tuple[object, Problem]]:
-    """Read ``data``; blank lines are skipped.
+def rows(data: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read a file; blank lines are skipped.
 
     Args:
-        data: path of the file.
-        needs_answer: whether answers are scored by exact match with an ``answer`` column.
+        data: its path.
 
     Yields:
-        ``(key, problem)``: rows with the same prompt share a key.
+        ``(where, row)``, where for messages.
 
     Raises:
-        ConfigError: no such file, no rows, or a row that is not like the first one; names the line.
+        ConfigError: no such file, or a line that is no JSON object; names the line.
     """
-    columns: frozenset[str] | None = None
     for number, line in _lines(data):
-        row = _parse(line, f"{data}, line {number}")
-        if columns is None:
-            columns = frozenset(row)
-            _check_columns(columns, data, needs_answer)
-        elif row.keys() != columns:
-            names = ", ".join(sorted(row.keys() ^ columns))
-            raise ConfigError(f"{data}, line {number}: columns differ from the first row's ({names})")
-        prompt = row.pop("prompt")
-        yield prompt, Problem(prompt=prompt, columns=row)
-    if columns is None:
-        raise ConfigError(f"task.data = {data!r}: the file holds no problems")
+        where = f"{data}, line {number}"
+        yield where, _parse(line, where)
 
 
 def _lines(data: str) -> Iterator[tuple[int, str]]:
@@ -63,22 +48,4 @@ def _parse(line: str, where: str) -> dict[str, Any]:
         raise ConfigError(f'{where}: expected a JSON object like {{"prompt": ..., "answer": ...}}, got {line[:60]!r}')
     if "prompt" not in row:
         raise ConfigError(f"{where}: no 'prompt' column (columns: {', '.join(sorted(row)) or 'none'})")
-    prompt = row["prompt"]
-    if not isinstance(prompt, str) or not prompt:
-        raise ConfigError(f"{where}: 'prompt' must be text that is not empty, got {prompt!r:.60}")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{where}: 'prompt' holds half of a surrogate pair, which no tokenizer can read") from None
     return row
-
-
-def _check_columns(columns: frozenset[str], data: str, needs_answer: bool) -> None:
-    for name in _RESERVED:
-        if name in columns:
-            raise ConfigError(f"{data}: rename the column {name!r}: a verifier gets the sampled ones under this name")
-    if needs_answer and "answer" not in columns:
-        raise ConfigError(
-            f"{data}: no 'answer' column (columns: {', '.join(sorted(columns))}); add one for exact match, or set "
-            "task.verifier = 'module:function'"
-        )

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+Message = Mapping[str, str]
+"""One message of a chat: ``role`` and ``content``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -16,6 +19,8 @@ class Problem:
     """Text as the data has it, without instruction or chat template."""
     columns: Mapping[str, Any]
     """Further columns by name (``answer``, ...): plain values that JSON can hold."""
+    before: tuple[Message, ...] = ()
+    """Messages of a chat before the prompt, which is its last one; only with ``task.chat``."""
 
 
 @dataclass(frozen=True, slots=True)

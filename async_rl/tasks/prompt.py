@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def encode_prompt(tokenizer: Any, problem: Problem, task: TaskConfig) -> tuple[int, ...]:
-    """Return the token ids [num_prompt] of ``instruction + prompt``, as the user's turn of a chat when ``task.chat``.
+    """Return the token ids [num_prompt] of ``instruction + prompt``, as the last turn of a chat when ``task.chat``.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -24,7 +24,7 @@ def encode_prompt(tokenizer: Any, problem: Problem, task: TaskConfig) -> tuple[i
     """
     text = task.instruction + problem.prompt
     if task.chat:
-        messages = [{"role": "user", "content": text}]
+        messages = [*problem.before, {"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = tokenizer(text, add_special_tokens=not task.chat)["input_ids"]
     if not ids:

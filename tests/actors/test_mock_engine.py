@@ -9,7 +9,7 @@ import pytest
 
 from actors.engines.base import Request
 from actors.engines.mock import MockEngine
-from async_rl.errors import WeightsError
+from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.weights.manifest import Manifest, chunk_checksums, combine
 
 
@@ -167,8 +167,28 @@ def test_weights_are_verified_and_needed():
     with pytest.raises(WeightsError, match="chunk 1"):
         made.load_weights(manifest(0), memoryview(b"weightS!"))
     made.submit([request()])
-    with pytest.raises(WeightsError, match="no version"):
+    with pytest.raises(WeightsError, match="no proven version"):
         made.step(0.0)
+
+
+def test_after_sleep_a_version_is_needed_again_and_a_busy_engine_does_not_sleep():
+    made = MockEngine(latency_s=0, latency_sigma=0, mean_tokens=4, vocab=8, stop_token_ids=(2,), slots=1)
+    made.load_weights(manifest(0), memoryview(b"weights!"))
+    made.submit([request()])
+    with pytest.raises(AsyncRLError, match="1 samples run"):
+        made.sleep()
+    assert len(made.step(1.0)) == 1
+    assert made.proven
+    made.sleep()
+    made.sleep()
+    made.wake()
+    assert not made.proven
+    made.submit([request()])
+    with pytest.raises(WeightsError, match="no proven version"):
+        made.step(0.0)
+    made.load_weights(manifest(1), memoryview(b"weights!"))
+    assert made.step(1.0)[0].versions.tolist()[0] == 1
+    made.close()
 
 
 def test_its_descriptor_is_readable_exactly_while_a_sample_has_ended():

@@ -1,9 +1,11 @@
-"""Placing, loading and comparing published tensors in a model with a fused and a padded parameter."""
+"""Placing, loading and proving published tensors in a model with a fused and a padded parameter."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from actors.engines.readback import compare, load, place
+from actors.engines.readback import load, place, prove
 from async_rl.errors import WeightsError
 from async_rl.weights.manifest import Manifest, Tensor, chunk_checksums, combine
 
@@ -35,18 +37,20 @@ class Fused(torch.nn.Module):
                 self.get_parameter(name)[: len(tensor)] = tensor
 
 
-def published(shapes=SHAPES):
+def published(shapes=SHAPES, dtype=torch.float32, chunk_bytes=16):
+    """With 4 bytes between two tensors, as a publisher may leave them; tensors start and end inside chunks."""
     tensors, data = [], bytearray()
     for i, (name, shape) in enumerate(shapes.items()):
-        tensors.append(Tensor(name, "float32", shape, len(data)))
-        data += (torch.randn(shape, generator=torch.Generator().manual_seed(i))).numpy().tobytes()
-    chunks = chunk_checksums(memoryview(data), 16)
+        tensors.append(Tensor(name, str(dtype).removeprefix("torch."), shape, len(data)))
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(dtype)
+        data += values.reshape(-1).view(torch.uint8).numpy().tobytes() + b"gap!"
+    chunks = chunk_checksums(memoryview(data), chunk_bytes)
     manifest = Manifest(
         version=4,
         run_id="r",
         tensors=tuple(tensors),
         nbytes=len(data),
-        chunk_bytes=16,
+        chunk_bytes=chunk_bytes,
         chunks=chunks,
         checksum=combine(chunks),
         segment="",
@@ -65,15 +69,26 @@ def test_each_part_of_a_fused_parameter_has_its_rows():
     }
 
 
+@pytest.mark.parametrize("chunk_bytes", [4, 12, 16, 20, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_was_loaded_compares_equal_in_the_dtype_of_the_model(dtype):
-    manifest, data = published()
+def test_the_checksum_of_what_was_loaded_is_the_published_one(dtype, chunk_bytes):
+    manifest, data = published(dtype=dtype, chunk_bytes=chunk_bytes)
     model = Fused(dtype)
     places = place(model, manifest, PADDED)
     with pytest.raises(WeightsError, match="version 4"):
-        compare(model, manifest, data, places)
+        prove(model, manifest, data, places)
     load(model, manifest, data)
-    compare(model, manifest, data, places)
+    assert prove(model, manifest, data, places) == manifest.checksum
+
+
+def test_a_model_may_hold_a_tensor_in_a_wider_type_but_not_in_a_narrower_one():
+    manifest, data = published(dtype=torch.bfloat16)
+    model = Fused(torch.float32)
+    places = place(model, manifest, PADDED)
+    load(model, manifest, data)
+    assert prove(model, manifest, data, places) == manifest.checksum
+    with pytest.raises(WeightsError, match=r"embed\.weight is torch\.float32, .* only torch\.bfloat16"):
+        place(Fused(torch.bfloat16), published()[0], PADDED)
 
 
 @pytest.mark.parametrize("row", range(4))
@@ -83,8 +98,21 @@ def test_one_wrong_bit_in_a_fused_row_names_the_tensor(row):
     places = place(model, manifest, PADDED)
     load(model, manifest, data)
     model.a.qkv.weight.data.view(torch.int32)[row, 1] ^= 1
-    with pytest.raises(WeightsError, match=rf"hold a\.{'qqkv'[row]}\.weight"):
-        compare(model, manifest, data, places)
+    with pytest.raises(WeightsError, match=rf"hold a\.{'qqkv'[row]}\.weight as it was published"):
+        prove(model, manifest, data, places)
+
+
+def test_a_segment_that_is_overwritten_after_the_load_does_not_matter_and_before_it_is_named():
+    manifest, data = published()
+    model = Fused()
+    places = place(model, manifest, PADDED)
+    load(model, manifest, data)
+    inside = next(t.offset for t in manifest.tensors if t.name == "a.q.weight")
+    data[inside] ^= 1
+    assert prove(model, manifest, data, places) == manifest.checksum
+    load(model, manifest, data)
+    with pytest.raises(WeightsError, match=rf"chunk {inside // 16} \(.*a\.q\.weight.*\) was overwritten"):
+        prove(model, manifest, data, places)
 
 
 def test_a_loader_that_mixes_up_the_order_of_rows_is_caught():
@@ -93,7 +121,15 @@ def test_a_loader_that_mixes_up_the_order_of_rows_is_caught():
     model.rows = {"q": 0, "k": 3, "v": 2}
     load(model, manifest, data)
     with pytest.raises(WeightsError, match=r"a\.k\.weight"):
-        compare(model, manifest, data, place(model, manifest, PADDED))
+        prove(model, manifest, data, place(model, manifest, PADDED))
+
+
+def test_tensors_that_share_bytes_are_refused():
+    manifest, _ = published()
+    first, second, *rest = manifest.tensors
+    moved = Tensor(second.name, second.dtype, second.shape, first.offset + 4)
+    with pytest.raises(WeightsError, match=r"a\.k\.weight overlaps embed\.weight"):
+        place(Fused(), replace(manifest, tensors=(first, moved, *rest)), PADDED)
 
 
 @pytest.mark.parametrize(

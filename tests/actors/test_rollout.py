@@ -6,10 +6,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from actors.answers import Answers
 from actors.engines.base import Completion
 from actors.receiver import Prepared
-from actors.rollout import MAX_COMMIT_FAILURES, MAX_VERIFIER_FAILURES, SAMPLE_CHARACTERS, Rollout
+from actors.requests import Requests
+from actors.rollout import MAX_COMMIT_FAILURES, MAX_FAILURES, MAX_VERIFIER_FAILURES, Rollout
+from actors.scoring import Scoring
+from actors.submission import SAMPLE_CHARACTERS
 from actors.verify import Verdict
+from actors.work import Failed
 from async_rl.config import parse_config
 from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.protocol import Ticket
@@ -75,7 +80,8 @@ class Engine:
     """Completes every request in the step after it was submitted."""
 
     def __init__(self, broken=0):
-        self.version, self.queue, self.aborted, self.broken = -1, [], [], broken
+        self.version, self.queue, self.aborted, self.broken, self.calls = -1, [], [], broken, []
+        self.proven, self.last_pause_s = False, 0.25
 
     @property
     def num_running(self):
@@ -108,7 +114,17 @@ class Engine:
             for s in reversed(range(r.num_samples))
         ]
 
+    def sleep(self):
+        assert not self.queue
+        self.calls.append("sleep")
+        self.proven = False
+
+    def wake(self):
+        self.calls.append("wake")
+
     def load_weights(self, published, data):
+        self.calls.append(published.version)
+        self.proven = not self.broken
         if self.broken:
             self.broken -= 1
             raise WeightsError("torn")
@@ -159,22 +175,43 @@ def tickets(*ordinals, attempt=0):
     return [({"type": "tickets", "tickets": wire}, [])]
 
 
-def roll(script, engine=None, verifiers=None, first=0, prepare=None, decode=lambda ids: " ".join(map(str, ids))):
-    config = parse_config({"sampling": {"group_size": SIZE}, "actors": {"slots": 8}, "buffer": {"groups_per_step": 4}})
+def answers(engine, verifiers, encode, decode=str):
+    return Answers(Requests(engine, 16, 1.0), Scoring(verifiers) if verifiers else None, encode, decode)
+
+
+CONFIG = {"sampling": {"group_size": SIZE}, "actors": {"slots": 8}, "buffer": {"groups_per_step": 4}}
+
+
+def roll(
+    script,
+    engine=None,
+    verifiers=None,
+    first=0,
+    prepare=None,
+    decode=lambda ids: " ".join(map(str, ids)),
+    config=CONFIG,
+    player=None,
+):
+    config = parse_config(config)
     server = Server(script)
     receiver = Receiver()
+    engine = engine or Engine()
     if prepare:
         prepare(receiver)
     rollout = Rollout(
         config=config,
         name="actor",
         client=server,
-        engine=engine or Engine(),
+        engine=engine,
         receiver=receiver,
-        verifiers=verifiers or Verifiers(),
+        player=player
+        or answers(
+            engine,
+            Verifiers() if verifiers is None else verifiers,
+            lambda problem: (5, 6) if problem.prompt == "1+1=" else (5,),
+            decode,
+        ),
         problems=[Problem("1+1=", {"answer": "2"}), Problem("2+2=", {"answer": "4"})],
-        encode=lambda problem: (5, 6) if problem.prompt == "1+1=" else (5,),
-        decode=decode,
         timer=StateTimer(),
     )
     return rollout.run(manifest(first)), server, rollout, receiver
@@ -229,9 +266,9 @@ def test_a_version_is_live_with_its_checksum_and_credit_follows():
     announce = [({"type": "version", "manifest": manifest(1).to_wire()}, [])]
     _, server, _, _ = roll([[], announce, []])
     live = server.of("live")
-    assert [(m["version"], m["checksum"], m["transfer_s"]) for m in live] == [
-        (0, manifest(0).checksum, 0.5),
-        (1, manifest(1).checksum, 0.5),
+    assert [(m["version"], m["checksum"], m["transfer_s"], m["pause_s"]) for m in live] == [
+        (0, manifest(0).checksum, 0.5, 0.25),
+        (1, manifest(1).checksum, 0.5, 0.25),
     ]
     assert server.of("credit") == [{"count": 5}]  # 8 slots hold 4 groups of 2, and one more waits
 
@@ -243,6 +280,20 @@ def test_unproven_weights_are_fetched_again_and_nothing_is_decoded_before():
     assert rollout.counts["weights_refused"] == 2
     assert [m["version"] for m in server.of("live")] == [0]
     assert len(server.groups) == 1
+
+
+def test_a_version_that_changed_nothing_leaves_the_proven_one_before_at_work():
+    class Picky(Engine):
+        def load_weights(self, published, data):
+            if published.version == 1:
+                raise WeightsError("of another model")
+            return super().load_weights(published, data)
+
+    announce = [({"type": "version", "manifest": manifest(1).to_wire()}, [])]
+    _, server, rollout, _ = roll([[], [*announce, *tickets(0)], [], []], engine=Picky())
+    assert rollout.counts["weights_refused"] > 0
+    assert [m["version"] for m in server.of("live")] == [0]
+    assert [g.oldest_version for g in server.groups] == [0]
 
 
 def test_an_engine_that_never_holds_what_is_published_is_an_error():
@@ -307,20 +358,87 @@ def test_what_cannot_be_scored_is_given_up_and_often_in_a_row_ends_the_run(verif
 
 def test_a_prompt_that_does_not_fit_is_given_up_for_good():
     server = Server([])
-    config = parse_config({"sampling": {"group_size": SIZE}})
+    config, engine = parse_config({"sampling": {"group_size": SIZE}}), Engine()
     rollout = Rollout(
         config=config,
         name="actor",
         client=server,
-        engine=Engine(),
+        engine=engine,
         receiver=Receiver(),
-        verifiers=Verifiers(),
+        player=answers(engine, Verifiers(), lambda problem: (5,) * 9),
         problems=[Problem("long", {})],
-        encode=lambda problem: (5,) * 9,
-        decode=str,
         timer=StateTimer(),
     )
     server.script = [[], [({"type": "tickets", "tickets": [Ticket(0, 0, 0, SIZE, 0, 60.0).to_wire()]}, [])], []]
     rollout.run(manifest(0))
     assert [(f["ordinal"], f["reason"], f["final"]) for f in server.of("fail")] == [(0, "prompt_refused", True)]
     assert rollout.in_flight() == []
+
+
+def test_where_scorers_give_the_rewards_nothing_is_verified_here():
+    config = CONFIG | {"reward": {"placement": "scorer"}}
+    _, server, _, _ = roll([[], tickets(1), [], []], verifiers=False, config=config)
+    (group,) = server.groups
+    assert np.isnan(group.rewards).all()
+    assert group.meta["finish_reasons"] == ["stop", "stop"]
+
+
+def version(number):
+    return [({"type": "version", "manifest": manifest(number).to_wire()}, [])]
+
+
+def colocated():
+    return CONFIG | {"actors": {"slots": 8, "placement": "colocated"}, "buffer": {"max_staleness": 0}}
+
+
+def test_on_a_shared_device_the_engine_sleeps_between_its_work_and_the_next_version():
+    engine, verifiers = Engine(), Verifiers(hold=True)
+    release = lambda server: setattr(verifiers, "hold", False) or []  # noqa: E731
+    script = [[], [], tickets(0), [], [], release, [], version(1), [], tickets(1), [], [], version(1), [], []]
+    _, server, _, _ = roll(script, engine=engine, verifiers=verifiers, config=colocated())
+    assert engine.calls == [0, "sleep", "wake", 1, "sleep", "wake", 1]  # not before the first tickets
+    assert [kind for kind, _ in server.sent if kind in ("live", "asleep")] == ["live", "asleep"] * 2 + ["live"]
+    assert [g.ordinal for g in server.groups] == [0, 1]
+
+
+def test_tickets_that_cross_its_message_are_left_to_the_server():
+    engine = Engine()
+    cancel = [({"type": "cancel", "tickets": [[1, 0]]}, [])]
+    _, server, rollout, _ = roll([[], tickets(0), [], [], tickets(1), cancel, []], engine=engine, config=colocated())
+    assert [g.ordinal for g in server.groups] == [0]
+    assert engine.queue == rollout.in_flight() == []
+
+
+class Scripted:
+    """A player that fails or finishes a job as its ordinal says."""
+
+    refused, busy, next_deadline = 0, False, None
+
+    def __init__(self, outcomes):
+        self.outcomes, self.jobs = outcomes, []
+
+    def begin(self, job):
+        self.jobs.append(job)
+
+    def take(self, completions):
+        pass
+
+    def poll(self):
+        jobs, self.jobs = self.jobs, []
+        return [Failed(job, "environment", *self.outcomes[job.id], final=job.id % 2 == 0) for job in jobs]
+
+    def filenos(self):
+        return []
+
+
+def test_environments_that_fail_are_reported_and_many_times_in_a_row_end_the_run():
+    player = Scripted([("timeout", "slow"), ("lost", "a neighbour")] * MAX_FAILURES["environment"])
+    # two fail in the same moment, which is one failure of one process
+    turns = [tickets(2 * i, 2 * i + 1) for i in range(MAX_FAILURES["environment"])]
+    _, server, rollout, _ = roll([[], *turns[:-1], []], player=player)
+    assert [(f["reason"], f["final"]) for f in server.of("fail")[:2]] == [("env_timeout", True), ("env_lost", False)]
+    assert server.of("fatal") == []
+    assert rollout.counts["environment_failures"] == 2 * len(turns) - 2
+    _, server, _, _ = roll([[], *turns, []], player=player)
+    (fatal,) = server.of("fatal")
+    assert fatal["reason"] == "the environment failed 16 times in a row (lost); the last: a neighbour"

@@ -13,7 +13,7 @@ from actors.engines import torch_engine
 from actors.engines.base import Request
 from actors.engines.kv_cache import plan_rows
 from actors.engines.torch_engine import TorchEngine, _chunks
-from async_rl.errors import WeightsError
+from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.weights.manifest import Manifest, Tensor, chunk_checksums, combine
 
 VOCAB = 40
@@ -365,6 +365,44 @@ def test_nothing_is_sampled_from_weights_without_proof(folders):
     engine.submit([request()])
     with pytest.raises(WeightsError, match=r"version 4 .* not numbers"):
         engine.step(0.0)
+
+
+def test_a_sleeping_engine_holds_no_memory_and_samples_nothing_before_a_new_version_is_proven(folders):
+    engine = make(folders["tied"])
+    engine.submit(various(3))
+    with pytest.raises(AsyncRLError, match="9 samples run"):
+        engine.sleep()
+    expected = drain(engine)
+    assert engine._cache.nbytes > 0
+    engine.sleep()
+    engine.sleep()
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in engine._model.parameters()}
+    assert sum(storages.values()) + engine._cache.nbytes + engine._weights._flat.nbytes < 1000
+    assert not engine.proven
+    engine.wake()
+    engine.wake()
+    engine.submit(various(3))
+    with pytest.raises(WeightsError, match="no proven version"):
+        engine.step(0.0)
+    engine.load_weights(*published(plain(folders["tied"]), version=1))
+    assert engine.proven
+    assert 0 < engine.last_pause_s < 10
+    for key, c in drain(engine).items():
+        assert c.tokens.tolist() == expected[key].tokens.tolist()
+        assert set(c.versions.tolist()) == {1}
+
+
+def test_a_version_of_another_model_does_not_wake_it(folders):
+    engine = make(folders["tied"])
+    engine.sleep()
+    manifest, data = published(plain(folders["tied"]), version=1)
+    first, *rest = manifest.tensors
+    wrong, _ = published(plain(folders["tied"]), tensors=(Tensor(first.name, first.dtype, (32, VOCAB), 0), *rest))
+    with pytest.raises(WeightsError, match=r"embed_tokens\.weight is float32 \[32, 40\]"):
+        engine.load_weights(wrong, data)
+    assert not engine.proven
+    engine.load_weights(manifest, data)
+    assert engine.proven
 
 
 def test_a_bfloat16_model_gives_float32_logprobs(folders):

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from actors import verify
 from actors.verify import VerifierPool
+from actors.verify_child import Source
 from actors.verify_wire import Unpacker, pack
 from actors.verify_worker import accepted_names, check_rewards
 from async_rl.errors import ConfigError
@@ -55,6 +55,16 @@ def by_text(completions, **_):
     return [1.0] * len(completions)
 
 not_a_function = 3
+
+def scaled(factor, *, broken=False):
+    """Called once, for the function that scores."""
+    if broken:
+        raise ValueError("no such scale")
+    calls = []
+    def score(completions):
+        calls.append(1)
+        return [factor * len(c) + len(calls) / 8 for c in completions]
+    return score
 
 def pid(completions, **_):
     time.sleep(0.05)
@@ -250,11 +260,28 @@ def test_a_verifier_that_cannot_be_imported_is_a_config_error_at_once(folder, ve
 
 
 @pytest.mark.real
-def test_an_import_that_hangs_is_a_config_error(folder, monkeypatch):
-    monkeypatch.setattr(verify, "_START_TIMEOUT_S", 0.5)
+def test_a_source_with_parameters_is_made_once_and_then_scores_every_call(folder):
+    pool = VerifierPool(Source(function="user_verifier:scaled", parameters={"factor": 2.0}), 30.0, 1, folder)
+    try:
+        assert judge(pool, "abc").rewards == [6.125]
+        assert judge(pool, "a").rewards == [2.25]  # the second call of the same function
+    finally:
+        pool.close()
+
+
+@pytest.mark.real
+def test_a_source_that_cannot_be_made_names_its_setting_and_the_reason(folder):
+    source = Source(function="user_verifier:scaled", parameters={"factor": 1, "broken": True}, setting="reward.x")
+    with pytest.raises(ConfigError, match=r"(?s)^reward\.x: .*ValueError: no such scale"):
+        VerifierPool(source, 30.0, 1, folder)
+
+
+@pytest.mark.real
+def test_an_import_that_hangs_is_a_config_error(folder):
+    source = Source(function="sleepy:f", start_timeout_s=0.5)
     (folder / "sleepy.py").write_text("import time; time.sleep(1000)")
     with pytest.raises(ConfigError, match="the import took longer"):
-        VerifierPool("sleepy:f", 10.0, 1, folder)
+        VerifierPool(source, 10.0, 1, folder)
 
 
 @pytest.mark.real

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import mmap
 import os
@@ -17,13 +18,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from actors.engines.base import Completion, Request
 from actors.engines.vllm_engine import VLLMEngine, fresh_seed
 from async_rl.errors import AsyncRLError, WeightsError
-from async_rl.process import host_id
-from async_rl.weights.manifest import Manifest, Tensor, chunk_checksums, combine
+from async_rl.weights.manifest import Tensor
+from tests.actors.vllm_models import (
+    CONTEXT,
+    PROMPT,
+    STOP,
+    VOCAB,
+    ask,
+    describe,
+    forced,
+    mixed_reference,
+    publish,
+    reference,
+    tiny,
+)
 
 pytestmark = [
     pytest.mark.real,
@@ -32,82 +45,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-HIDDEN, VOCAB, CONTEXT, STOP = 64, 128, 256, 127
-PROMPT = (5, 17, 99, 23, 42)
-
-
-def tiny(seed: int, tied: bool) -> Qwen2ForCausalLM:
-    """Weights large enough that two seeds give clearly different distributions."""
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        hidden_size=HIDDEN,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VOCAB,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=tied,
-    )
-    model = Qwen2ForCausalLM(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.15) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
-
-
-def forced(token: int, tied: bool) -> Qwen2ForCausalLM:
-    """Weights under which every next token is ``token``: only the first hidden unit counts, and its row is the largest.
-
-    Both blocks add 0. Row t of embedding and head is (1, 0, 0, ...), that of ``token`` (10, 0, 0, ...); the final norm
-    gives (sqrt(64), 0, ...) times 10, so the logits are 80, and 800 for ``token``: its log-probability is 0.
-    """
-    model = tiny(0, tied)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "o_proj" in name or "down_proj" in name or "norm" in name:
-                parameter.zero_()
-            if "embed" in name or "lm_head" in name:
-                parameter.zero_()
-                parameter[:, 0] = 1.0
-                parameter[token, 0] = 10.0
-        model.model.norm.weight[0] = 10.0
-    return model
-
-
-def publish(model: Qwen2ForCausalLM, version: int) -> tuple[Manifest, bytearray]:
-    tensors, data = [], bytearray()
-    for name, parameter in model.named_parameters():
-        tensors.append(Tensor(name, "float32", tuple(parameter.shape), len(data)))
-        data += parameter.detach().numpy().tobytes()
-    return describe(tuple(tensors), data, version), data
-
-
-def describe(tensors: tuple[Tensor, ...], data: bytearray, version: int, segment: str = "") -> Manifest:
-    chunks = chunk_checksums(memoryview(data), 4096)
-    return Manifest(
-        version=version,
-        run_id="test",
-        tensors=tensors,
-        nbytes=len(data),
-        chunk_bytes=4096,
-        chunks=chunks,
-        checksum=combine(chunks),
-        segment=segment,
-        host=host_id(),
-    )
-
-
-def reference(model: Qwen2ForCausalLM, tokens: np.ndarray, temperature: float) -> np.ndarray:
-    """Log-probability of each completion token after PROMPT, by Hugging Face."""
-    ids = torch.tensor([[*PROMPT, *tokens.tolist()]])
-    with torch.no_grad():
-        logits = model(ids).logits[0, len(PROMPT) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(1, ids[0, len(PROMPT) :, None])[:, 0].numpy()
-
-
-def ask(id: int, samples: int = 4, new: int = 24, temperature: float = 1.0) -> Request:
-    return Request(id=id, prompt=PROMPT, num_samples=samples, seed=(0, id), max_new_tokens=new, temperature=temperature)
 
 
 def finish(engine: VLLMEngine, timeout_s: float = 60.0) -> list[Completion]:
@@ -127,14 +64,17 @@ def load(engine: VLLMEngine, model: Qwen2ForCausalLM) -> str:
     return checksum
 
 
-def swap_while_running(engine: VLLMEngine, before: Any, after: Any) -> list[Completion]:
-    """Load ``after`` once a short request is through, so that the long ones have some twenty tokens by then."""
-    load(engine, before)
-    engine.submit([ask(1, samples=1, new=20), ask(2, samples=8, new=CONTEXT - len(PROMPT))])
-    while engine.num_running == 9:
-        short = engine.step(1.0)
-    assert [c.request_id for c in short] == [1]
-    load(engine, after)
+def swap_while_running(engine: VLLMEngine, *models: Qwen2ForCausalLM) -> list[Completion]:
+    """Completions of long requests; each further model is loaded when another short request of 20 tokens is through."""
+    first, *others = models
+    load(engine, first)
+    engine.submit([ask(0, samples=8, new=CONTEXT - len(PROMPT))])
+    for number, model in enumerate(others, 1):
+        engine.submit([ask(number, samples=1, new=20, temperature=0.0)])
+        while engine.num_running == 9:
+            short = engine.step(1.0)
+        assert [c.request_id for c in short] == [number]
+        load(engine, model)
     return finish(engine)
 
 
@@ -142,17 +82,18 @@ def swap_while_running(engine: VLLMEngine, before: Any, after: Any) -> list[Comp
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., VLLMEngine]]:
     engines = []
 
-    def make(tied: bool, kv_cache: Any) -> VLLMEngine:
+    def make(tied: bool, kv_cache: Any, dtype: Any = "float32", sleep_mode: bool = False) -> VLLMEngine:
         folder = tmp_path_factory.mktemp("model")
         tiny(0, tied).save_pretrained(folder)
         engine = VLLMEngine(
             str(folder),
-            dtype="float32",
+            dtype=dtype,
             max_num_seqs=32,
             context=CONTEXT,
             stop_token_ids=[STOP],
             seed=fresh_seed(0, "test"),
             kv_cache=kv_cache,
+            sleep_mode=sleep_mode,
         )
         engines.append(engine)
         return engine
@@ -169,6 +110,21 @@ def engine(start: Callable[..., VLLMEngine]) -> VLLMEngine:
     engine = start(tied=True, kv_cache="recompute")
     assert engine.version == -1
     return engine
+
+
+@pytest.fixture(scope="module")
+def keeping(start: Callable[..., VLLMEngine]) -> VLLMEngine:
+    """Untied embeddings; KV kept at updates; with sleep mode, as in colocated runs."""
+    return start(tied=False, kv_cache="keep", sleep_mode=True)
+
+
+def test_nothing_is_sampled_before_the_first_version(engine: VLLMEngine):
+    engine.submit([ask(1, samples=2, new=2)])
+    assert engine.step(0.3) == []
+    assert not engine.proven
+    load(engine, forced(3, tied=True))
+    assert engine.proven
+    assert [c.tokens.tolist() for c in finish(engine)] == [[3, 3]] * 2
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -192,7 +148,7 @@ def test_greedy_takes_the_most_likely_token_and_reports_it_at_temperature_1(engi
     load(engine, model)
     engine.submit([ask(1, samples=1, temperature=0.0)])
     (c,) = finish(engine)
-    np.testing.assert_allclose(c.logprobs, reference(model, c.tokens, 1.0), atol=1e-4)
+    np.testing.assert_allclose(c.logprobs, reference(model, c.tokens), atol=1e-4)
     ids = torch.tensor([[*PROMPT, *c.tokens.tolist()]])
     assert model(ids).logits[0, len(PROMPT) - 1 : -1].argmax(-1).tolist() == c.tokens.tolist()
 
@@ -204,16 +160,17 @@ def test_a_stop_token_ends_a_completion_and_is_part_of_it(engine: VLLMEngine):
     assert (c.tokens.tolist(), c.logprobs.tolist(), c.finish_reason) == ([STOP], [0.0], "stop")
 
 
-def test_a_swap_keeps_running_requests_and_each_token_has_the_version_that_sampled_it(engine: VLLMEngine):
-    completions = swap_while_running(engine, forced(3, tied=True), forced(9, tied=True))
+def test_swaps_keep_running_requests_and_each_token_has_the_version_that_sampled_it(engine: VLLMEngine):
+    forced_tokens = (3, 9, 4, 11)
+    completions = swap_while_running(engine, *(forced(t, tied=True) for t in forced_tokens))
     assert len(completions) == 8
     for c in completions:
-        old, new = engine.version - 1, engine.version
-        assert c.tokens.tolist() == [3 if v == old else 9 for v in c.versions]  # a stale tied head would go on with 3
+        age = engine.version - c.versions
         assert sorted(c.versions) == c.versions.tolist()
-        assert (c.versions == old).sum() > 0
-        assert (c.versions == new).sum() > 0
+        assert set(age) == {0, 1, 2, 3}
+        assert c.tokens.tolist() == [forced_tokens[3 - a] for a in age]  # a stale tied head would go on with 3
         assert len(c.tokens) == CONTEXT - len(PROMPT)
+    assert 0 < engine.last_pause_s < 1
 
 
 def test_after_a_swap_that_recomputes_each_span_is_a_clean_forward_of_its_version(engine: VLLMEngine):
@@ -221,37 +178,70 @@ def test_after_a_swap_that_recomputes_each_span_is_a_clean_forward_of_its_versio
     completions = swap_while_running(engine, *models)
     for c in completions:
         new = c.versions == engine.version
-        expected = np.where(new, reference(models[1], c.tokens, 1.0), reference(models[0], c.tokens, 1.0))
+        expected = np.where(new, reference(models[1], c.tokens), reference(models[0], c.tokens))
         np.testing.assert_allclose(c.logprobs, expected, atol=1e-4)
     assert any((c.versions == engine.version).any() and (c.versions < engine.version).any() for c in completions)
 
 
-@pytest.mark.parametrize("fault", ["byte", "name", "shape", "missing"])
-def test_bytes_that_were_not_published_are_refused_and_nothing_is_sampled_until_good_ones_come(
-    engine: VLLMEngine, fault: str
-):
+def fused_digests(model: Qwen2ForCausalLM) -> dict[str, str]:
+    """SHA-256 of each parameter as vLLM fuses them: rows of q, k, v, and of gate and up, behind each other."""
+    fused = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
+    fused |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
+    held: dict[str, bytes] = {}
+    for name, parameter in model.named_parameters():
+        owner = ".".join(fused.get(part, part) for part in name.split("."))
+        held[owner] = held.get(owner, b"") + parameter.detach().numpy().tobytes()
+    return {name: hashlib.sha256(data).hexdigest() for name, data in held.items()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_after_a_swap_vllm_itself_says_that_it_holds_the_published_bytes(tied: bool, request: pytest.FixtureRequest):
+    engine = request.getfixturevalue("engine" if tied else "keeping")
+    digests = []
+    for seed in (6, 7):
+        load(engine, tiny(seed, tied))
+        (held,) = engine._thread.call(engine._thread._engine.compute_weight_checksums(), 30.0, "digests")
+        digests.append({name.rpartition(":")[2]: digest for name, digest in held.items()})
+        assert digests[-1] == fused_digests(tiny(seed, tied))
+    assert not digests[0].items() & digests[1].items()
+    assert {"model.layers.1.self_attn.qkv_proj.bias", "model.layers.0.mlp.gate_up_proj.weight"} <= digests[0].keys()
+
+
+@pytest.mark.parametrize("fault", ["name", "shape", "missing"])
+def test_a_version_that_does_not_fit_is_refused_and_the_one_before_goes_on(engine: VLLMEngine, fault: str):
+    load(engine, forced(3, tied=True))
+    before = engine.version
+    engine.submit([ask(1, samples=2, new=200)])
+    manifest, data = publish(tiny(5, tied=True), before + 1)
+    name = expected = "model.layers.1.mlp.up_proj.weight"
+    tensors = {t.name: t for t in manifest.tensors}
+    tensor = tensors[name]
+    if fault == "name":
+        tensors[name] = Tensor(f"{name}s", tensor.dtype, tensor.shape, tensor.offset)
+    elif fault == "shape":
+        tensors[name] = Tensor(name, tensor.dtype, (tensor.shape[0], tensor.shape[1] // 2), tensor.offset)
+    else:
+        del tensors[name]
+        expected = "model.layers.1.mlp.gate_up_proj.weight"
+    manifest = describe(tuple(tensors.values()), data, manifest.version)
+    with pytest.raises(WeightsError, match=expected.replace(".", r"\.")):
+        engine.load_weights(manifest, memoryview(data))
+    assert (engine.version, engine.proven) == (before, True)
+    for c in finish(engine):
+        assert c.tokens.tolist() == [3] * 200
+        assert set(c.versions.tolist()) == {before}
+
+
+def test_one_flipped_byte_is_refused_and_nothing_is_sampled_until_a_good_version_comes(engine: VLLMEngine):
     load(engine, forced(3, tied=True))
     engine.submit([ask(1, samples=2, new=200)])
     manifest, data = publish(tiny(5, tied=True), engine.version + 1)
     name = "model.layers.1.mlp.up_proj.weight"
-    tensors = {t.name: t for t in manifest.tensors}
-    tensor = tensors[name]
-    if fault == "byte":
-        data[tensor.offset + 1] ^= 1
-        expected = f"chunk {tensor.offset // 4096} "
-    else:
-        expected = name
-        if fault == "name":
-            tensors[name] = Tensor(f"{name}s", tensor.dtype, tensor.shape, tensor.offset)
-        elif fault == "shape":
-            tensors[name] = Tensor(name, tensor.dtype, (tensor.shape[0], tensor.shape[1] // 2), tensor.offset)
-        else:
-            del tensors[name]
-            expected = "model.layers.1.mlp.gate_up_proj.weight"
-        manifest = describe(tuple(tensors.values()), data, manifest.version)
-    with pytest.raises(WeightsError, match=expected.replace(".", r"\.")):
+    offset = next(t.offset for t in manifest.tensors if t.name == name) + 1
+    data[offset] ^= 1
+    with pytest.raises(WeightsError, match=rf"chunk {offset // 4096} \(.*{name}"):
         engine.load_weights(manifest, memoryview(data))
-    assert engine.version == manifest.version - 1
+    assert (engine.version, engine.proven) == (manifest.version - 1, False)
     assert engine.step(0.3) == []
     load(engine, forced(9, tied=True))
     for c in finish(engine):
@@ -305,27 +295,86 @@ def test_an_aborted_request_yields_nothing_and_its_id_is_free_again(engine: VLLM
     assert c.tokens.tolist() == [3, 3]
 
 
-def test_untied_weights_are_swapped_with_kept_kv_and_death_of_the_process_is_an_error_at_once(start: Any):
-    engine = start(tied=False, kv_cache="keep")
-    model = tiny(1, tied=False)
-    load(engine, model)
-    engine.submit([ask(1)])
-    for c in finish(engine):
-        np.testing.assert_allclose(c.logprobs, reference(model, c.tokens, 1.0), atol=1e-4)
-    for c in swap_while_running(engine, forced(3, tied=False), forced(9, tied=False)):
-        assert c.tokens.tolist() == [3 if v == engine.version - 1 else 9 for v in c.versions]
-        assert {engine.version - 1, engine.version} == set(c.versions.tolist())
+def test_kept_kv_is_that_of_the_old_weights_which_moves_the_log_probabilities(keeping: VLLMEngine):
+    models = [tiny(3, tied=False), tiny(4, tied=False)]
+    distance = 0.0
+    for c in swap_while_running(keeping, *models):
+        new = c.versions == keeping.version
+        np.testing.assert_allclose(c.logprobs[~new], reference(models[0], c.tokens)[~new], atol=1e-4)
+        if new.any():
+            expected = mixed_reference(*models, c.tokens, int(new.argmax()))
+            np.testing.assert_allclose(c.logprobs[new], expected, atol=1e-4)
+            distance = max(distance, np.abs(expected - reference(models[1], c.tokens)[new]).max())
+    assert distance > 0.1
 
-    engine.submit([ask(2, samples=8, new=200)])
-    os.kill(engine.pids[0], signal.SIGKILL)
+
+def test_a_prompt_that_was_read_before_is_read_again_by_the_new_weights(keeping: VLLMEngine):
+    prompt = tuple(range(100))  # several blocks of KV, which a prefix cache would hand over from version to version
+    for seed in (5, 5, 6):
+        model = tiny(seed, tied=False)
+        load(keeping, model)
+        keeping.submit([ask(1, prompt=prompt), ask(2, prompt=prompt)])
+        for c in finish(keeping):
+            np.testing.assert_allclose(c.logprobs, reference(model, c.tokens, prompt=prompt), atol=1e-4)
+
+
+def test_after_sleep_nothing_is_sampled_before_a_new_version_is_proven(keeping: VLLMEngine):
+    load(keeping, forced(3, tied=False))
+    keeping.submit([ask(1, new=50)])
+    with pytest.raises(AsyncRLError, match="4 samples run"):
+        keeping.sleep()
+    finish(keeping)
+    for wakes in (True, False):
+        keeping.sleep()
+        keeping.sleep()
+        assert not keeping.proven
+        if wakes:  # else the version wakes it
+            keeping.wake()
+            keeping.wake()
+        keeping.submit([ask(1, samples=2, new=4)])
+        assert keeping.step(0.3) == []
+        manifest, data = publish(forced(5, tied=False), keeping.version + 1)
+        data[8] ^= 1
+        with pytest.raises(WeightsError, match="chunk 0 "):
+            keeping.load_weights(manifest, memoryview(data))
+        assert keeping.step(0.3) == []
+        load(keeping, forced(7, tied=False))
+        for c in finish(keeping):
+            assert c.tokens.tolist() == [7] * 4
+            assert c.versions.tolist() == [keeping.version] * 4
+
+
+def test_bfloat16_agrees_with_a_plain_forward_as_far_as_bfloat16_goes(start: Callable[..., VLLMEngine]):
+    engine = start(tied=True, kv_cache="keep", dtype="bfloat16")
+    model = tiny(1, tied=True).bfloat16()
+    load(engine, model)
+    engine.submit([ask(1, samples=16)])
+    completions = finish(engine)
+    delta = np.concatenate([np.abs(c.logprobs - reference(model, c.tokens)) for c in completions])
+    exact = tiny(1, tied=True).bfloat16().float()  # the same weights, with float32 sums
+    noise = np.concatenate([np.abs(reference(model, c.tokens) - reference(exact, c.tokens)) for c in completions])
+    print(
+        f"bfloat16: engine to Hugging Face {delta.mean():.4f} ({delta.max():.3f} at most), its noise {noise.mean():.4f}"
+    )
+    assert delta.mean() < 3 * noise.mean() < 0.1
+    engine.close()
+
+
+def test_death_of_the_process_is_an_error_at_once(keeping: VLLMEngine):
+    load(keeping, tiny(1, tied=False))
+    keeping.submit([ask(2, samples=8, new=200)])
+    os.kill(keeping.pids[0], signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(AsyncRLError, match=r"vLLM|Engine"):
-        engine.step(30.0)
+        keeping.step(30.0)
     assert time.monotonic() - began < 3.0
-    with pytest.raises(AsyncRLError):
-        engine.submit([ask(3)])
-    with pytest.raises(AsyncRLError):
-        load(engine, model)
+    for call in (
+        lambda: keeping.submit([ask(3)]),
+        lambda: load(keeping, tiny(1, tied=False)),
+        keeping.sleep,
+    ):
+        with pytest.raises(AsyncRLError):
+            call()
 
 
 def test_two_starts_of_an_engine_do_not_sample_alike():

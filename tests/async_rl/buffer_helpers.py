@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from async_rl.buffer.ledger import Ledger
 from async_rl.buffer.records import Rules
-from async_rl.data import Group, make_group, token_trajectory
+from async_rl.data import Annotation, Group, make_group, token_trajectory
 from async_rl.protocol import Ticket
 
 NUM_TASKS = 7
@@ -56,3 +58,13 @@ def answer(ticket: Ticket, *, versions: Sequence[int] | None = None, **changes: 
         versions=versions or (ticket.version,),
         **changes,
     )
+
+
+def annotation(group: Group, stage: str, value: float | None = None) -> Annotation:
+    """What a good scorer adds: rewards 0, ``value``, ``value``, ... or log-probabilities ``value``."""
+    if stage == "reward":
+        values = np.full(len(group), 1.0 if value is None else value, np.float32)
+        values[0] = 0.0
+    else:
+        values = np.full(sum(group.lengths), -0.25 if value is None else -abs(value), np.float32)
+    return Annotation(ordinal=group.ordinal, attempt=group.attempt, stage=stage, values=values)

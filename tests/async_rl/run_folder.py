@@ -40,6 +40,8 @@ def make_run(out):
                     "publish_s": 0.002,
                     "transfer_s": 0.003,
                     "commit_s": 0.001,
+                    "pause_s": 0.0005,
+                    "paused_s": 0.6,
                     "versions": 4,
                 },
             }

@@ -17,10 +17,10 @@ from buffer_helpers import answer
 from async_rl.buffer.server import Server
 from async_rl.client import Client
 from async_rl.config import Config, parse_config
-from async_rl.data import Group
+from async_rl.data import Annotation, Group
 from async_rl.protocol import PROTOCOL_VERSION, Ticket
 from async_rl.weights.manifest import Manifest, Tensor, chunk_checksums, combine
-from async_rl.wire import SCHEMA_VERSION, Frame, Header, pack_header, unpack_header
+from async_rl.wire import SCHEMA_VERSION, Frame, Header, decode_groups, pack_header, unpack_header
 
 WAIT_S = 10.0
 NUM_TASKS = 16
@@ -120,6 +120,19 @@ class Peer(Client):
         self.send_groups(groups)
         return list(self.until("ack")[0]["results"])
 
+    def leased(self, count: int) -> list[Group]:
+        """Wait for ``count`` groups to score."""
+        groups: list[Group] = []
+        while len(groups) < count:
+            groups += decode_groups(*self.until("lease"))
+        assert len(groups) == count
+        return groups
+
+    def annotate(self, *annotations: Annotation) -> list[list[Any]]:
+        """Send annotations and wait for the acknowledgement."""
+        self.send_annotations(annotations)
+        return list(self.until("ack")[0]["results"])
+
     def go_live(self, version: int) -> None:
         self.send("live", version=version, checksum=manifest(version).checksum, transfer_s=0.1, commit_s=0.2)
 
@@ -156,6 +169,12 @@ class Cast:
         peer = self.join("actor", name)
         if live is not None:
             peer.go_live(live)
+        if credit:
+            peer.send("credit", count=credit)
+        return peer
+
+    def scorer(self, name: str = "s", stage: str = "reward", credit: int = 8) -> Peer:
+        peer = self.join("scorer", name, stage=stage)
         if credit:
             peer.send("credit", count=credit)
         return peer

@@ -58,6 +58,9 @@ def test_help_is_instant():
         (["run", "x.toml", "--out", "full"], "is not empty"),
         (["run", "--resume", "full"], "no run folder"),
         (["actor", "x.toml", "--connect", "here"], "tcp://HOST:PORT"),
+        (["actor", "x.toml", "--connect", "tcp://h:1", "--role", "reward"], "no reward scorer is needed"),
+        (["actor", "x.toml", "--connect", "tcp://h:1", "--role", "reference"], "nothing in [algorithm] reads"),
+        (["run", "x.toml", "--set", "reward.model=1", "--set", "reward.model_path=absent"], "no such folder"),
         (["report", "full"], "no run folder"),
         (["fetch", "gpt"], "only smollm2"),
         (["doctor", "missing.toml"], "no config file"),
@@ -130,6 +133,18 @@ def test_a_status_message_becomes_one_line_without_what_is_not_known():
     screen = console()
     screen.print(panel(glance, 10, 65.0))
     assert all(part in screen.file.getvalue() for part in ("7/10", "0.750 at 5", "1.50 mean, 2 max", "issued 9"))
+
+
+def test_scorers_and_what_holds_the_run_up_are_shown_and_each_notice_is_said_once():
+    status = {"step": 1, "utilization": {"scorers": 0.5}, "notices": []}
+    assert one_line(Glance.from_status(status), 10, None) == "step 1/10  scorers 50%"
+    screen = console()
+    display = PlainDisplay(screen, parse_config({"steps": 10}))
+    for text in ("no scorer for 15 s", "no scorer for 17 s", "", "no scorer for 15 s"):
+        display.update(status | {"notices": [text] if text else []})
+    assert screen.file.getvalue().splitlines()[1:] == ["no scorer for 15 s"] * 2
+    screen.print(panel(Glance.from_status(status | {"notices": ["no scorer"]}), 10, None))
+    assert "no scorer" in screen.file.getvalue().splitlines()[-1]
 
 
 def test_time_left_is_what_remains_at_the_pace_since_the_first_step():

@@ -129,7 +129,7 @@ def test_an_actor_with_another_configuration_is_refused_with_a_sentence(tmp_path
         address = learner.await_line("--connect tcp://").rpartition("--connect ")[2].strip()
         with Command("actor", config, "--connect", address, "--set", "seed=7") as actor:
             assert actor.wait() == 1
-            assert "model, task, sampling or seed differ" in "".join(actor.lines)
+            assert "reference or seed differ" in "".join(actor.lines)
             assert "Traceback" not in "".join(actor.lines)
         learner.process.send_signal(signal.SIGTERM)
         assert learner.wait() == 143, "".join(learner.lines)

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 import pytest
 import zmq
-from buffer_helpers import answer, make
+from buffer_helpers import annotation, answer, make
 from server_helpers import WAIT_S, Cast, config, eventually, finish, manifest, running
 
 from async_rl.client import Client, Stopped
 from async_rl.errors import DeadlineError, HandshakeError, WireError
 from async_rl.protocol import Ticket
-from async_rl.wire import Header, pack_header, unpack_header
+from async_rl.wire import Header, encode_groups, pack_header, unpack_header
 
 
 class FakeServer:
@@ -29,17 +29,22 @@ class FakeServer:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.identity = b""
 
-    def hear(self, *kinds: str) -> Header:
-        """The next message of one of these types."""
+    def hear(self, *kinds: str, alive: bool = False) -> Header:
+        """The next message of one of these types; beats on the way are answered if the server is to be alive."""
         while self._socket.poll(WAIT_S * 1000):
             self.identity, head, *_ = self._socket.recv_multipart()
             header = unpack_header(head)
             if header["type"] in kinds:
                 return header
+            if header["type"] == "beat" and alive:
+                self.say("beat")
         raise AssertionError(f"no {kinds}")
 
     def say(self, kind: str, **fields) -> None:
         self._socket.send_multipart([self.identity, pack_header({"type": kind, **fields})])
+
+    def lease(self, *groups) -> None:
+        self._socket.send_multipart([self.identity, *encode_groups("lease", groups, lease_s=9.0)])
 
     def welcome(self, run_id: str = "r", weights: str = "tcp://127.0.0.1:1") -> None:
         self.hear("hello")
@@ -178,6 +183,51 @@ def test_after_a_break_the_client_rejoins_and_repeats_what_the_server_needs():
         assert (credit["count"], credit["received"]) == (3, 0)
         header, _ = client.receive(WAIT_S)[0]
         assert (header["type"], header["manifest"]["version"]) == ("version", 4)
+
+
+def test_a_scorer_repeats_credit_and_annotations_until_they_are_acknowledged_after_a_break_too():
+    with connected(heartbeat_s=0.1) as (server, client):
+        client.send("credit", count=3)
+        server.hear("credit")
+        server.lease(make(4), make(5))
+        assert [g["ordinal"] for g in client.receive(WAIT_S)[0][0]["groups"]] == [4, 5]
+        client.send_annotations([annotation(make(4), "reward"), annotation(make(5), "reward")])
+        sent = server.hear("annotate")
+        assert [(g["ordinal"], g["arrays"]) for g in sent["groups"]] == [
+            (4, [["reward", "float32", [2]]]),
+            (5, [["reward", "float32", [2]]]),
+        ]
+        server.say("ack", results=[[4, 0, "accepted", ""]])
+        client.receive(WAIT_S)
+        assert [g["ordinal"] for g in server.hear("annotate", alive=True)["groups"]] == [5]
+        server.say("refused", code="hello_first", reason="who are you?")
+        server.welcome()
+        heard = {h["type"]: h for h in (server.hear("credit", "annotate") for _ in range(2))}
+        assert (heard["credit"]["count"], heard["credit"]["received"]) == (1, 0)
+        assert [g["ordinal"] for g in heard["annotate"]["groups"]] == [5]
+        server.say("ack", results=[[5, 0, "late", "moved_on"]])
+        while client.unacked:
+            client.receive(WAIT_S)
+
+
+def test_a_break_does_not_wake_a_sleeper_and_live_ends_its_sleep():
+    def rejoin(server):
+        server.say("refused", code="hello_first", reason="who are you?")
+        server.welcome()  # with version 4
+
+    with connected() as (server, client):
+        client.send("live", version=4, checksum="c")
+        client.send("asleep")
+        server.hear("asleep")
+        rejoin(server)
+        assert [server.hear("live", "asleep")["type"] for _ in range(2)] == ["live", "asleep"]
+        assert client.receive(0.05) == [], "it holds version 4 already"
+        client.send("live", version=5, checksum="c")
+        server.hear("live")
+        rejoin(server)
+        assert server.hear("live")["version"] == 5
+        client.send("credit", count=1)
+        assert server.hear("asleep", "credit")["type"] == "credit"
 
 
 def test_a_trained_step_that_was_lost_in_a_break_is_told_again_until_it_is_answered():

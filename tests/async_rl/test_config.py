@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from async_rl.config import Config, load_config, parse_config, to_toml
+from async_rl.config.recipes import RECIPES
 from async_rl.errors import ConfigError
 
 
@@ -89,3 +92,124 @@ def test_the_contract_covers_what_both_sides_must_share_and_nothing_else():
 
 def test_data_means_a_jsonl_task():
     assert parse_config({"task": {"data": "x.jsonl"}}).task.name == "jsonl"
+
+
+# -- recipes, effects, contradictions
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_each_recipe_survives_the_round_trip_through_the_resolved_file(tmp_path, name):
+    raw = {"algorithm": {"name": name}}
+    if name == "distillation":
+        raw["reference"] = {"path": "teacher"}
+    config = parse_config(raw)
+    (tmp_path / "c.toml").write_text(to_toml(config))
+    assert load_config(str(tmp_path / "c.toml")) == config
+
+
+def test_a_key_that_is_given_wins_over_the_recipe():
+    config = parse_config({"algorithm": {"name": "gspo", "clip_low": 0.1}})
+    assert (config.algorithm.loss, config.algorithm.clip_low, config.algorithm.clip_high) == ("gspo", 0.1, 4e-4)
+
+
+def test_an_override_with_an_empty_value_brings_the_default_back():
+    given = load_config("arithmetic").algorithm.clip_high
+    assert given != load_config("arithmetic", ["algorithm.clip_high="]).algorithm.clip_high == 0.2
+
+
+@pytest.mark.parametrize(
+    ("raw", "knob"),
+    [
+        ({"algorithm": {"kl_in": "reward"}}, "algorithm.kl_coef = 0"),
+        ({"algorithm": {"kl_coef": 0.1, "kl_target": 0.3}}, "algorithm.kl_controller = 'fixed'"),
+        ({"algorithm": {"lam": 0.5}}, "algorithm.advantage = 'grpo'"),
+        ({"learner": {"critic_lr": 1e-3}}, "algorithm.advantage = 'grpo'"),
+        ({"algorithm": {"loss": "importance", "clip_low": 0.1}}, "algorithm.loss = 'importance'"),
+        ({"algorithm": {"loss": "cispo", "dual_clip": 3.0}}, "algorithm.loss = 'cispo'"),
+        ({"algorithm": {"correction_high": 3.0}}, "algorithm.correction = 'none'"),
+        ({"reward": {"scorers": 2}}, "reward.placement = 'actor'"),
+        ({"reward": {"judge_url": "http://x/v1"}}, "reward.judge = 0"),
+        ({"reward": {"model_path": "rm"}}, "reward.model = 0"),
+        ({"reference": {"placement": "scorer"}}, "algorithm.kl_coef = 0"),
+        ({"task": {"max_turns": 3}}, "task.environment = ''"),
+        ({"task": {"dataset": "basic_arithmetic"}}, "task.name = 'addition'"),
+        ({"actors": {"mock_tokens": 3}}, "actors.engine = 'torch'"),
+    ],
+)
+def test_a_setting_without_effect_is_refused_with_what_makes_it_useless(raw, knob):
+    with pytest.raises(ConfigError, match=re.escape(f"has no effect with {knob}")):
+        parse_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "advice"),
+    [
+        ({"algorithm": {"proximal": "behaviour", "correction": "mask"}}, "set algorithm.proximal = 'recomputed'"),
+        ({"algorithm": {"dual_clip": 0.5}}, "must lie above 1"),
+        ({"algorithm": {"name": "gspo", "aggregation": "token"}}, "set algorithm.aggregation = 'sequence'"),
+        ({"algorithm": {"name": "gspo", "advantage": "gae"}}, "set algorithm.loss = 'ppo'"),
+        ({"algorithm": {"kl_coef": 0.1, "kl_estimator": "k1"}}, "algorithm.kl_in = 'reward'"),
+        ({"algorithm": {"name": "distillation"}}, "set reference.path"),
+        ({"algorithm": {"overlong_buffer": 16}}, "not below the longest completion"),
+        ({"algorithm": {"max_token_age": 2}, "buffer": {"max_staleness": 2}}, "masks nothing"),
+        ({"algorithm": {"age_decay": 0.5}, "buffer": {"max_staleness": 0}}, "remove them"),
+        ({"algorithm": {"proximal": "interpolated"}, "buffer": {"max_staleness": 0}}, "every token has age 0"),
+        ({"actors": {"placement": "colocated"}}, "set buffer.max_staleness = 0"),
+        ({"sampling": {"group_size": 1}}, "algorithm.name = 'ppo'"),
+        ({"reward": {"verifier": 0.0}}, "nothing would be rewarded"),
+        ({"reward": {"model": 1.0}}, "needs reward.model_path"),
+        ({"reward": {"judge": 1.0}}, "needs reward.judge_url"),
+        ({"task": {"name": "reasoning_gym"}}, "needs task.dataset"),
+        ({"task": {"environment": "guess"}, "reward": {"placement": "scorer"}}, "set reward.placement = 'actor'"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_with_the_knob_to_change(raw, advice):
+    with pytest.raises(ConfigError, match=re.escape(advice)):
+        parse_config(raw)
+
+
+def test_a_group_of_one_is_fine_for_what_needs_no_group():
+    assert parse_config({"algorithm": {"name": "ppo"}, "sampling": {"group_size": 1}}).sampling.group_size == 1
+
+
+def test_stages_are_what_scorers_have_to_add():
+    assert parse_config({}).stages == ()
+    assert parse_config({"reward": {"placement": "scorer"}}).stages == ("reward",)
+    both = {"reward": {"placement": "scorer"}, "reference": {"placement": "scorer"}, "algorithm": {"kl_coef": 0.1}}
+    assert parse_config(both).stages == ("reward", "reference")
+
+
+def test_the_contract_covers_what_scorers_and_actors_must_agree_on():
+    base = parse_config({"algorithm": {"kl_coef": 0.1}})
+    other = parse_config({"algorithm": {"kl_coef": 0.1}, "reference": {"path": "elsewhere"}})
+    weights = parse_config({"algorithm": {"kl_coef": 0.1}, "reward": {"verifier": 2.0}})
+    assert len({c.contract_hash() for c in (base, other, weights)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("raw", "advice"),
+    [
+        (
+            {
+                "algorithm": {"name": "ppo"},
+                "sampling": {"group_size": 1},
+                "buffer": {"replace_zero_variance": True},
+            },
+            "set buffer.replace_zero_variance = false",
+        ),
+        ({"algorithm": {"loss": "importance", "proximal": "recomputed"}}, "set algorithm.correction"),
+        (
+            {"algorithm": {"name": "gspo", "advantage": "reinforce_pp", "kl_coef": 0.1, "kl_in": "reward"}},
+            "set algorithm.kl_in = 'loss'",
+        ),
+    ],
+)
+def test_combinations_that_train_on_nothing_new_are_refused(raw, advice):
+    with pytest.raises(ConfigError, match=re.escape(advice)):
+        parse_config(raw)
+
+
+def test_importance_weighting_with_a_correction_or_a_plain_base_is_allowed():
+    corrected = {"algorithm": {"loss": "importance", "proximal": "recomputed", "correction": "truncate"}}
+    assert parse_config(corrected).algorithm.correction == "truncate"
+    assert parse_config({"algorithm": {"loss": "importance"}}).algorithm.proximal == "behaviour"

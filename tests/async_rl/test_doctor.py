@@ -5,7 +5,8 @@ import pytest
 
 from async_rl import doctor
 from async_rl.config import parse_config
-from async_rl.doctor import configuration, judge_probe, machine, open_files, shared_memory
+from async_rl.doctor import configuration, machine, open_files, run_doctor, shared_memory
+from async_rl.errors import ConfigError
 from async_rl.launch import preflight
 
 
@@ -40,14 +41,6 @@ def test_too_little_shared_memory_and_too_few_files_are_wrong():
     assert open_files(resource.RLIM_INFINITY).detail == "unlimited"
 
 
-def test_the_probe_is_judged_by_its_mean_and_the_compute_type():
-    result = {"tokens": 100, "mean": 4e-3, "max": 9e-2}
-    assert judge_probe(result, parse_config({})).level == "wrong"
-    assert judge_probe(result, parse_config({"model": {"dtype": "bfloat16"}})).level == "ok"
-    assert judge_probe({"tokens": 100, "mean": 1e-6, "max": 1e-5}, parse_config({})).level == "ok"
-    assert judge_probe({"tokens": 9, "mean": float("nan"), "max": 0.0}, parse_config({})).level == "wrong"
-
-
 def test_everything_that_is_wrong_with_a_configuration_is_found_at_once(tmp_path):
     config = parse_config(
         {
@@ -67,9 +60,7 @@ def test_everything_that_is_wrong_with_a_configuration_is_found_at_once(tmp_path
     assert found["address"].remedy.startswith("set buffer.insecure")
 
 
-@pytest.mark.real
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_engine_and_learner_agree_on_log_probabilities(tmp_path, dtype):
+def random_model(folder):
     """A random Qwen2 of 2 layers, so that nothing depends on what the cache holds."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -81,7 +72,7 @@ def test_engine_and_learner_agree_on_log_probabilities(tmp_path, dtype):
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(tokenizer),
-            hidden_size=32,
+            hidden_size=64,
             intermediate_size=64,
             num_hidden_layers=2,
             num_attention_heads=2,
@@ -90,28 +81,53 @@ def test_engine_and_learner_agree_on_log_probabilities(tmp_path, dtype):
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
+            initializer_range=0.2,
             tie_word_embeddings=True,
         )
     )
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    config = parse_config(
-        {"model": {"path": str(tmp_path / "model"), "dtype": dtype}, "sampling": {"temperature": 0.7}}
-    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_engine_and_learner_agree_on_log_probabilities_weights_and_stamps(tmp_path, dtype):
+    model = {"path": random_model(tmp_path / "model"), "dtype": dtype}
+    config = parse_config({"model": model, "sampling": {"temperature": 0.7}})
     found = by_name(configuration(config, env_here(tmp_path)))
-    assert found["model"].level == "ok", found["model"]
-    assert found["log-probabilities"].level == "ok", found["log-probabilities"]
+    for name in ("model", "read-back", "log-probabilities", "delivered weights", "version stamps"):
+        assert found[name].level == "ok", found[name]
 
 
-def test_a_wrong_temperature_would_be_seen():
-    """The judge's limit lies far below what a temperature on one side only does."""
-    import numpy as np
+@pytest.mark.real
+def test_a_planted_fault_is_named_and_the_exit_code_is_1(tmp_path, capsys):
+    (tmp_path / "config.toml").write_text(f'[model]\npath = "{random_model(tmp_path / "model")}"\n')
+    assert run_doctor(str(tmp_path / "config.toml"), [], "temperature-learner") == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "note planted the learner ignores the temperature" in shown
+    assert "the learner's log-probabilities are those at temperature 1 instead of 0.7" in shown
 
-    logits = np.random.default_rng(0).normal(size=(1000, 20))
 
-    def logprob(x):
-        return x - np.log(np.exp(x).sum(-1, keepdims=True))
+@pytest.mark.real
+@pytest.mark.vllm
+def test_a_tensor_that_never_gets_into_vllm_is_named_by_both_lines_of_defence(tmp_path):
+    model = {"path": random_model(tmp_path / "model")}
+    config = parse_config({"model": model, "actors": {"engine": "vllm", "slots": 16}})
+    found = by_name(configuration(config, env_here(tmp_path), "missing"))
+    assert found["log-probabilities"].level == "ok", found
+    for name in ("read-back", "delivered weights"):
+        assert found[name].level == "wrong", found[name]
+        assert "model.layers." in found[name].detail
 
-    difference = np.abs(logprob(logits)[:, 0] - logprob(logits / 0.9)[:, 0])
-    result = {"tokens": 1000, "mean": float(difference.mean()), "max": float(difference.max())}
-    assert judge_probe(result, parse_config({})).level == "wrong"
+
+@pytest.mark.parametrize(("source", "fault"), [(None, "shift"), ("arithmetic", "shfit")])
+def test_a_fault_that_cannot_be_planted_is_refused(source, fault):
+    with pytest.raises(ConfigError, match=f"--plant {fault}: give a CONFIG and one of temperature, "):
+        run_doctor(source, [], fault)
+
+
+def test_the_mock_engine_has_no_log_probabilities_to_compare(tmp_path):
+    config = parse_config({"actors": {"engine": "mock"}})
+    (line,) = doctor.probe(config, {}, tmp_path)
+    assert line.level == "note"

@@ -38,7 +38,7 @@ say = out / f"say_{name}"
 if say.exists():
     print(say.read_text(), flush=True)
 code = int(note.read_text())
-if name.startswith("actor"):
+if name.startswith(("actor", "re")):
     note.unlink()
 os._exit(code) if code >= 0 else os.kill(os.getpid(), -code)
 """
@@ -55,6 +55,9 @@ class StandIns(Commands):
         return self._stand_in("learner")
 
     def actor(self, address, name):
+        return self._stand_in(name)
+
+    def scorer(self, address, name, role):
         return self._stand_in(name)
 
     def evaluator(self, address):
@@ -86,7 +89,7 @@ class Line:
             self.queue.append(({"type": "stop", "reason": fields["reason"], "error": kind == "fatal"}, []))
 
     def end_all(self, code):
-        for name in ("server", "learner", "actor0", "actor1", "evaluator"):
+        for name in ("server", "learner", "actor0", "actor1", "reward0", "reference0", "evaluator"):
             if not (self.out / f"exit_{name}").exists():
                 (self.out / f"exit_{name}").write_text(str(code))
 
@@ -124,13 +127,14 @@ def launch(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher_module, "BACKOFF_S", 0.01)
     monkeypatch.setattr(launcher_module, "_TURN_S", 0.05)
 
-    def run(on_turn, *, actors=1, code=STAND_IN, interrupts=None):
+    def run(on_turn, *, actors=1, scorers=None, code=STAND_IN, interrupts=None):
         line, display, cleaned = Line(tmp_path, on_turn), Silent(), []
         launcher = Launcher(
             commands=StandIns(config=tmp_path / "config.toml", out=tmp_path, ranks=1, code=code),
             env=os.environ,
             gpus={},
             actors=actors,
+            scorers=scorers or {},
             display=display,
             interrupts=interrupts or Interrupts(),
             monitor=lambda address: line,
@@ -286,6 +290,33 @@ def test_when_the_last_actor_is_given_up_the_run_fails_and_says_why(launch, tmp_
     assert ran.outcome.restarts == {"actor0": launcher_module.MAX_RESTARTS}
 
 
+def test_scorers_are_started_and_a_killed_one_is_reported_and_started_again(launch, tmp_path):
+    def turn(line):
+        if line.turns == 2:
+            (tmp_path / "exit_reward0").write_text("-9")
+        if (tmp_path / "logs/reward0.log").read_text().count("is up") == 2:
+            line.end_all(0)
+
+    ran = launch(turn, scorers={"reward": 1, "reference": 1})
+    assert ran.outcome.status == "completed"
+    assert ran.line.sent == [("dead", {"name": "reward0"})]
+    assert ran.outcome.restarts == {"reward0": 1}
+    assert {"reward0", "reference0", "actor0"} <= set(ran.outcome.cpu_s)
+
+
+def test_when_the_last_scorer_of_a_stage_is_given_up_the_run_fails_though_other_workers_live(launch, tmp_path):
+    (tmp_path / "say_reference0").write_text("async-rl: no such teacher")
+
+    def turn(line):
+        (tmp_path / "exit_reference0").write_text("1")
+
+    ran = launch(turn, scorers={"reward": 1, "reference": 1})
+    assert (ran.outcome.status, ran.outcome.exit_code) == ("failed", 1)
+    reason = "no reference scorer is left; reference0 ended with exit code 1: no such teacher"
+    assert ran.outcome.reason.startswith(reason)
+    assert ran.outcome.restarts == {"reference0": launcher_module.MAX_RESTARTS}
+
+
 def test_the_first_interrupt_asks_the_server_to_stop_and_the_run_counts_as_stopped(launch):
     with Interrupts() as interrupts:
 
@@ -415,6 +446,9 @@ def test_commands_name_module_config_and_place():
     assert commands.actor("tcp://h:1", "actor0")[1:] == [
         *["-m", "actors.main", "r/config.toml", "--connect", "tcp://h:1", "--name", "actor0"]
     ]
+    assert commands.scorer("tcp://h:1", "reward1", "reward")[1:] == [
+        *["-m", "actors.scorer", "r/config.toml", "--role", "reward", "--connect", "tcp://h:1", "--name", "reward1"]
+    ]
     assert commands.evaluator("tcp://h:1")[1:] == ["-m", "actors.evaluator", "r/config.toml", "--connect", "tcp://h:1"]
 
 
@@ -428,6 +462,10 @@ def test_gpus_go_to_the_learner_first_and_actors_share_the_rest():
         "evaluator": "1",
     }
     assert assign_gpus(["0"], 1, 1) == {"learner": "0", "actor0": "0", "evaluator": "0"}
+    scored = assign_gpus(["0", "1", "2", "3"], 1, 2, ["reference0", "reference1"])
+    assert (scored["actor1"], scored["reference0"], scored["reference1"]) == ("2", "3", "1")
+    turns = assign_gpus(["0", "1"], 1, 1, ["reference0"], colocated=True)
+    assert turns == {"learner": "0", "actor0": "0", "evaluator": "0", "reference0": "1"}
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, 1"}) == ["3", "1"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
 

@@ -318,19 +318,6 @@ def test_what_was_never_issued_or_belongs_to_another_is_refused_and_changes_noth
     assert books.books() == before
 
 
-def test_a_group_waits_in_scoring_until_every_stage_has_annotated_it():
-    books = ledger(stages=("reward", "reference"))
-    (ticket, *_) = issue_all(books)
-    group = answer(ticket)
-    books.submit("a", group, 0.0)
-    assert (books.books()["scoring"], books.books()["ready"]) == (1, 0)
-    assert books.annotate(0, 0, "reward", group)
-    assert not books.annotate(0, 0, "reward", group)
-    assert not books.annotate(0, 1, "reference", group)
-    assert books.annotate(0, 0, "reference", group)
-    assert (books.books()["scoring"], books.books()["ready"]) == (0, 1)
-
-
 def test_the_watchdog_names_the_oldest_tickets_reissues_them_and_gives_up_after_its_rounds():
     books = ledger(watchdog_s=10, watchdog_rounds=2, lease_s=1000)
     assert books.watch(0.0, step_waits=False) is None

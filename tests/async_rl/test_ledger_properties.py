@@ -1,26 +1,33 @@
 """Random schedules of everything that can happen to the ledger, in any order; the invariants hold after each event.
 
 actors with lagging versions: issue, submit (any mix of versions), fail, die, repeat
+scorers: lease, annotate (well, badly, with NaN), lag, fail, die, repeat
 learner: deliver (also ahead of training), train        time: leases, watchdog        crash: freeze and thaw
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from typing import Any
 
-from buffer_helpers import NUM_TASKS, answer, rules
+import numpy as np
+from buffer_helpers import NUM_TASKS, annotation, answer, rules
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from async_rl.buffer.journal import Frozen, freeze, thaw
 from async_rl.buffer.ledger import Ledger
-from async_rl.data import Group, age
+from async_rl.data import Annotation, Group, age
 from async_rl.protocol import Ticket
 
 ACTORS = ("a", "b", "c")
+SCORERS = ("x", "y")
+"""Each works for every stage, which none does in a run; the ledger does not care."""
+FATES = ("keep", "good", "fail", "bad", "equal", "nan", "give up")
+"""What becomes of a leased group."""
 RARELY = st.integers(0, 5)
 """Zero makes the disaster happen."""
 
@@ -36,7 +43,7 @@ class Schedule(RuleBasedStateMachine):
         max_uses=st.sampled_from([1, 1, 2, 3]),
         groups_per_step=st.integers(1, 3),
         zero_variance=st.booleans(),
-        stages=st.sampled_from([(), (), ("reward",)]),
+        stages=st.sampled_from([(), (), ("reward",), ("reference",), ("reward", "reference")]),
     )
     def begin(self, eta, stragglers, max_uses, groups_per_step, zero_variance, stages):
         self.rules = rules(
@@ -56,6 +63,9 @@ class Schedule(RuleBasedStateMachine):
         self.held: dict[tuple[int, int], tuple[str, Ticket]] = {}
         """Every ticket that an actor still works on, cancelled or not."""
         self.sent: list[tuple[str, Group]] = []
+        self.leased: list[tuple[str, str, Group]] = []
+        """Every group that a scorer still works on for a stage, its lease over or not."""
+        self.annotated: list[tuple[str, Annotation]] = []
         self.batches: dict[int, tuple[Group, ...]] = {}
         self.uses: Counter[int] = Counter()
         """Times that an ordinal was trained, in the history that survived."""
@@ -89,10 +99,8 @@ class Schedule(RuleBasedStateMachine):
         self.send(actor, answer(ticket, versions=(oldest, newest), rewards=rewards))
 
     def send(self, actor: str, group: Group) -> None:
-        outcome = self.ledger.submit(actor, group, self.now)
+        self.ledger.submit(actor, group, self.now)
         self.sent.append((actor, group))
-        if outcome.outcome == "accepted" and self.rules.stages:
-            assert self.ledger.annotate(group.ordinal, group.attempt, "reward", group)
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
@@ -116,6 +124,75 @@ class Schedule(RuleBasedStateMachine):
         self.ledger.lose(actor)
         assert not any(e.actor == actor for e in self.ledger.open.values())
 
+    # -------------------------------------------------------------- scorers
+
+    @precondition(lambda self: len(self.ledger.scoring))
+    @rule(
+        scorer=st.sampled_from(SCORERS), data=st.data(), fates=st.lists(st.sampled_from(FATES), min_size=1, max_size=6)
+    )
+    def score(self, scorer, data, fates):
+        """A scorer leases some groups; some it annotates, well or badly, some it fails, some it keeps."""
+        stage = data.draw(st.sampled_from(self.rules.stages))
+        queue = self.ledger.scoring.queues[stage]
+        for fate in fates:
+            waiting = queue.waiting
+            group = self.ledger.scoring.lease(stage, scorer, self.now)
+            assert (group is not None) == (waiting > 0)
+            if group is not None:
+                self.leased.append((scorer, stage, group))
+                if fate != "keep":
+                    self.meet(len(self.leased) - 1, fate)
+
+    @precondition(lambda self: self.leased)
+    @rule(data=st.data(), fate=st.sampled_from(FATES))
+    def go_on_scoring(self, data, fate):
+        """What was kept is answered at last, in time or not."""
+        if fate != "keep":
+            self.meet(data.draw(st.integers(0, len(self.leased) - 1)), fate)
+
+    def meet(self, index: int, fate: str) -> None:
+        scorer, stage, group = self.leased.pop(index)
+        if fate in ("fail", "give up"):
+            before, key = self.ledger.failed.copy(), (group.ordinal, group.attempt)
+            self.ledger.fail_stage(scorer, stage, *key, "broken", self.now, final=fate == "give up")
+            assert self.ledger.failed == before
+        elif fate == "bad":
+            values = np.float32([math.nan])
+            self.say(scorer, Annotation(ordinal=group.ordinal, attempt=group.attempt, stage=stage, values=values))
+        else:
+            self.say(scorer, annotation(group, stage, {"good": 0.5, "equal": 0.0, "nan": math.nan}[fate]))
+
+    def say(self, scorer: str, item: Annotation) -> None:
+        """Whatever a scorer does, no attempt fails because of it and nothing is generated again."""
+        before = (self.ledger.failed.copy(), len(self.ledger.retry))
+        self.ledger.annotate(scorer, item, self.now)
+        assert (self.ledger.failed, len(self.ledger.retry)) == before
+        self.annotated.append((scorer, item))
+
+    @precondition(lambda self: self.annotated)
+    @rule(data=st.data())
+    def annotate_again(self, data):
+        scorer, item = data.draw(st.sampled_from(self.annotated[-10:]))
+        if any((s, t, g.ordinal) == (scorer, item.stage, item.ordinal) for s, t, g in self.leased):
+            return  # a new try of the same scorer
+        before = self.ledger.books()
+        assert not self.ledger.annotate(scorer, item, self.now).fresh
+        assert self.ledger.books() == before
+
+    @precondition(lambda self: self.leased)
+    @rule(scorer=st.sampled_from(SCORERS))
+    def scorer_dies(self, scorer):
+        before = self.ledger.books()
+        self.ledger.scoring.lose(scorer)
+        self.leased = [work for work in self.leased if work[0] != scorer]
+        assert self.ledger.books() == before
+        assert not any(queue.leases[scorer] for queue in self.ledger.scoring.queues.values())
+
+    def score_all(self) -> None:
+        for stage in self.rules.stages:
+            while (group := self.ledger.scoring.lease(stage, "z", self.now)) is not None:
+                self.say("z", annotation(group, stage, 0.5))
+
     # -------------------------------------------------------------- time
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 2.0, 4.0, 11.0]))
@@ -126,7 +203,9 @@ class Schedule(RuleBasedStateMachine):
 
     @rule(step_waits=st.booleans())
     def watch(self, step_waits):
+        scoring = len(self.ledger.scoring)
         self.ledger.watch(self.now, step_waits=step_waits)
+        assert len(self.ledger.scoring) == scoring
 
     # -------------------------------------------------------------- learner
 
@@ -161,6 +240,8 @@ class Schedule(RuleBasedStateMachine):
         """The usual course in one event, so that long histories are reached: submit some, step, commit, issue."""
         for _ in range(min(count, len(self.held))):
             self.send(*self.finish(data.draw(st.sampled_from(sorted(self.held)))))
+        if data.draw(st.booleans()):
+            self.score_all()
         self.deliver()
         if self.ledger.version in self.batches:
             self.train()
@@ -179,14 +260,17 @@ class Schedule(RuleBasedStateMachine):
         plain = json.loads(json.dumps(frozen.fields))
         self.checkpoint = (Frozen(plain, frozen.groups), self.uses.copy())
 
-    @rule(chance=RARELY)
-    def crash(self, chance):
+    @rule(chance=RARELY, just_saved=st.booleans())
+    def crash(self, chance, just_saved):
         if chance:
             return
+        if just_saved:
+            self.save()
         frozen, self.uses = self.checkpoint[0], self.checkpoint[1].copy()
         self.ledger = thaw(frozen, self.rules, task_of)
         self.live = dict.fromkeys(ACTORS, self.ledger.version)
         self.held, self.sent, self.batches = {}, [], {}
+        self.leased, self.annotated = [], []
 
     # -------------------------------------------------------------- invariants
 
@@ -203,7 +287,7 @@ class Schedule(RuleBasedStateMachine):
 
     @invariant()
     def every_ordinal_is_in_one_place(self):
-        places = [e.ordinal for e in self.entries()] + [o for o, _ in self.ledger.retry]
+        places = [e.ordinal for e in self.entries()] + [o for o, _, _ in self.ledger.retry]
         assert len(places) == len(set(places))
         assert all(o < self.ledger.next_ordinal for o in places)
 
@@ -216,6 +300,20 @@ class Schedule(RuleBasedStateMachine):
         assert self.ledger.held_bytes == sum(e.nbytes for e in self.entries())
         open_by_actor = Counter(e.actor for e in self.ledger.open.values())
         assert +self.ledger.leases == open_by_actor
+
+    @invariant()
+    def what_is_ready_is_annotated_and_what_is_not_awaits_something(self):
+        books, stages = self.ledger, self.rules.stages
+        delivered = [e for batch in books.delivered.values() for e in batch]
+        for entry in [*books.ready.values(), *delivered]:
+            assert np.isfinite(entry.payload.rewards).all()
+            assert ("ref_logprobs" in entry.payload.arrays) == ("reference" in stages)
+        awaiting = {ordinal for queue in books.scoring.queues.values() for ordinal in queue._works}
+        assert {e.ordinal for e in books.scoring.values()} == awaiting
+        for queue in books.scoring.queues.values():
+            holders = Counter(work.scorer for work in queue._works.values() if work.scorer)
+            assert +queue.leases == holders
+            assert queue.waiting == len(queue._works) - holders.total()
 
     @invariant()
     def nothing_waits_that_is_too_old(self):
@@ -239,6 +337,9 @@ class Schedule(RuleBasedStateMachine):
             for entry in list(books.open.values()):
                 _, ticket = self.held.pop(entry.key)
                 self.send(entry.actor, answer(ticket))
+            for scorer in SCORERS:
+                books.scoring.lose(scorer)
+            self.score_all()
             self.deliver()
             if books.version in self.batches:
                 self.train()
@@ -253,7 +354,7 @@ class Schedule(RuleBasedStateMachine):
 
 
 Schedule.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=200,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

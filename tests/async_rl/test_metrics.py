@@ -31,6 +31,27 @@ def test_numbers_that_are_not_finite_become_null_so_that_the_file_stays_json(tmp
     assert (row["a"], row["b"], row["c"]) == (None, None, 1.0)
 
 
+def test_what_could_not_be_measured_is_null_in_the_file_and_reaches_no_other_sink(tmp_path, monkeypatch):
+    seen = []
+
+    class Spy:
+        def __init__(self, *_):
+            pass
+
+        def write(self, step, metrics):
+            seen.append(dict(metrics))
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("async_rl.metrics._TensorBoard", Spy)
+    writer = MetricsWriter(tmp_path, parse_config({"log": {"wandb": False, "tensorboard": True}}))
+    writer.write(0, {"logp_diff/age0": None, "x": 1.0})
+    writer.close()
+    assert (rows(tmp_path)[0]["logp_diff/age0"], rows(tmp_path)[0]["x"]) == (None, 1.0)
+    assert seen == [{"x": 1.0}]
+
+
 def test_a_resumed_run_drops_the_steps_that_it_trains_again_and_a_torn_line(tmp_path):
     first = MetricsWriter(tmp_path, quiet())
     for step in range(5):

@@ -146,6 +146,23 @@ def test_a_folder_without_a_tokenizer_is_refused(folder):
         models.load_tokenizer(folder)
 
 
+def test_a_tokenizer_that_transformers_would_replace_by_the_scheme_of_the_family_keeps_its_spaces(folder):
+    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
+
+    vocab = {"<unk>": 0} | {chr(code): code for code in range(1, 128)}
+    characters = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    characters.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=characters, unk_token="<unk>").save_pretrained(folder)
+    Qwen2Config().save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder)("a b")["input_ids"] == [97, 98]  # the fault that is worked around
+    tokenizer = models.load_tokenizer(folder)
+    assert tokenizer("a b")["input_ids"] == [97, 32, 98]
+    assert tokenizer.decode([97, 32, 98]) == "a b"
+
+
 def test_logits_are_the_head_of_the_last_hidden_states(folder):
     model = models.load_causal_lm(folder, "float32", "cpu")
     models.check_head(model)

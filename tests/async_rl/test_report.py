@@ -70,6 +70,17 @@ def test_the_page_shows_every_part_of_the_run(finished):
     assert html.count("<svg") >= 6
 
 
+def test_what_scorers_did_is_shown_where_there_were_any(finished):
+    assert "groups/s" not in " ".join(report_of(finished)[1].text)
+    summary = json.loads((finished / "summary.json").read_text())
+    summary["utilization"]["scorers"] = 0.25
+    summary["stages"] = {"reward": {"annotated": 1234, "groups_per_s": 18.94, "failed": 3, "returned": 0}}
+    summary["stages"]["reference"] = {"annotated": 0, "groups_per_s": None, "failed": 0, "returned": 0}
+    (finished / "summary.json").write_text(json.dumps(summary))
+    text = " ".join(report_of(finished)[1].text)
+    assert all(part in text for part in ("25%", "scorers at work", "1,234", "18.9", "reference"))
+
+
 def test_the_page_fetches_and_runs_nothing(finished):
     html, page = report_of(finished)
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)

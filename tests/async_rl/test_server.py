@@ -121,18 +121,21 @@ def test_the_server_survives_noise_and_counts_it(server, settings, cast):
 
 
 @pytest.mark.parametrize(
-    "kind", ["credit", "submit", "fail", "live", "beat", "next", "trained", "snapshot", "eval", "dead"]
+    "kind",
+    ["credit", "submit", "annotate", "fail", "asleep", "live", "beat", "next", "trained", "snapshot", "eval", "dead"],
 )
-def test_no_field_of_any_type_can_end_the_server(server, settings, kind):
+def test_no_field_of_any_type_can_end_the_server(tmp_path, kind):
     values = [None, -1, 1 << 61, 1.5, "x", b"x", [], [[]], {}, {"a": [1]}, True]
     role = {"next": "learner", "trained": "learner", "snapshot": "learner", "eval": "evaluator", "dead": "monitor"}
+    role["annotate"] = "scorer"
+    settings = config(reward={"placement": "scorer"})
     names = [
         "count", "received", "ordinal", "attempt", "reason", "final", "version", "checksum", "timer", "in_flight",
         "info", "cpu_s", "step", "manifest", "stats", "path", "metrics", "samples", "name", "seq", "groups", "schema",
     ]  # fmt: skip
     noise = random.Random(kind)
-    with Raw(server.address) as raw:
-        raw.send(hello(settings, role=role.get(kind, "actor")))
+    with running(settings, tmp_path) as server, Raw(server.address) as raw:
+        raw.send(hello(settings, role=role.get(kind, "actor"), stage="reward"))
         for _ in range(300):
             raw.send(pack_header({"type": kind, **{n: noise.choice(values) for n in names if noise.random() < 0.8}}))
         assert raw.ask(pack_header({"type": "sing"}))
@@ -239,6 +242,15 @@ def test_an_actor_with_other_bytes_gets_no_tickets(cast, server):
     assert server.service.ledger.issued == 0
     actor.go_live(0)
     actor.tickets(4)
+
+
+def test_pauses_for_weights_are_known_by_median_and_sum(cast, server):
+    cast.learner()
+    actor = cast.actor(live=None)
+    for pause_s in (0.5, 0.1, 0.3):
+        actor.send("live", version=0, checksum=manifest(0).checksum, transfer_s=0.0, commit_s=0.0, pause_s=pause_s)
+    eventually(lambda: server.service.versions.to_plain()["paused_s"] == pytest.approx(0.9))
+    assert server.service.versions.to_plain()["pause_s"] == 0.3
 
 
 def test_an_actor_that_misses_a_version_is_fenced_until_it_has_caught_up(tmp_path):
@@ -499,7 +511,7 @@ def test_a_learner_that_lives_but_never_ends_its_step_ends_the_run(tmp_path):
 
 
 def test_a_learner_that_waits_for_data_is_not_taken_for_hung(tmp_path):
-    settings = config(learner={"step_deadline_s": 0.3}, buffer={"watchdog_s": 1.5, "watchdog_rounds": 1})
+    settings = config(learner={"step_deadline_s": 1.0}, buffer={"watchdog_s": 2.0, "watchdog_rounds": 1})
     with running(settings, tmp_path) as server, Cast(server, settings) as cast:
         learner = cast.learner()
         learner.send("next", step=0)

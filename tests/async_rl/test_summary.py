@@ -37,9 +37,28 @@ def test_the_summary_holds_what_the_contract_names(tmp_path):
     assert summary["staleness"] == {"max": 2, "mean": 0.75, "bound": 2, "histogram": {"0": 500, "1": 250, "2": 250}}
     ledger = summary["ledger"]
     assert ledger["issued"] == sum(n for name, n in ledger.items() if name != "issued") == 10
-    assert set(summary["weights"]) == {"bytes", "publish_s", "transfer_s", "commit_s", "versions"}
+    times = {"publish_s", "transfer_s", "commit_s", "pause_s", "pause_share"}
+    assert set(summary["weights"]) == {"bytes", "versions", *times}
+    assert summary["weights"]["pause_share"] == pytest.approx(0.02)  # 0.6 of the 30 s from 100 to 130
     assert set(summary["versions_of"]) == {"torch", "transformers", "vllm", "python", "async_rl"}
     assert summary["cpu_s"] == {"server": 1.5, "learner": 30.0}
+
+
+def test_scorers_have_their_share_and_their_rate_where_there_are_any(tmp_path):
+    make_run(tmp_path)
+    assert "scorers" not in summarize(RunFolder(tmp_path), OUTCOME)["utilization"]
+    assert summarize(RunFolder(tmp_path), OUTCOME)["stages"] == {}
+    with (tmp_path / "timeline.jsonl").open("a") as lines:
+        spans = [["starting", 90, 100], ["scoring", 100, 106], ["idle", 106, 130]]
+        lines.write(json.dumps({"name": "reward0", "role": "scorer", "spans": spans}) + "\n")
+    books = json.loads((tmp_path / "books.json").read_text())
+    queue = {"annotated": 30, "seconds": 7.5, "failed": 1, "returned": 2, "waiting": 0, "leased": 0, "scorers": 1}
+    books["stages"] = {"reward": queue, "reference": dict.fromkeys(queue, 0)}
+    (tmp_path / "books.json").write_text(json.dumps(books))
+    summary = summarize(RunFolder(tmp_path), OUTCOME)
+    assert summary["utilization"]["scorers"] == pytest.approx(6 / 30)  # from 100 to 130
+    assert summary["stages"]["reward"] == {"annotated": 30, "groups_per_s": 4.0, "failed": 1, "returned": 2}
+    assert summary["stages"]["reference"]["groups_per_s"] is None
 
 
 def test_a_run_that_never_got_anywhere_still_has_a_summary(tmp_path):

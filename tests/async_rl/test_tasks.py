@@ -215,7 +215,8 @@ GOOD = {"prompt": "a", "answer": "b"}
         (["[" * 100_000], "line 1: not valid JSON"),
         (['{"prompt": "a", "answer": ' + "9" * 5_000 + "}"], "line 1: not valid JSON"),
         ([GOOD, {"answer": "b"}], "line 2: no 'prompt' column"),
-        ([{"prompt": ["a"], "answer": "b"}], "line 1: 'prompt' must be text"),
+        ([{"prompt": ["a"], "answer": "b"}], "line 1: 'prompt' is a list of messages; set task.chat"),
+        ([{"prompt": 1, "answer": "b"}], "line 1: 'prompt' must be text"),
         ([{"prompt": "", "answer": "b"}], "line 1: 'prompt' must be text"),
         (['{"prompt": "\\ud800", "answer": "b"}'], "surrogate"),
         ([GOOD, {**GOOD, "level": 1}], r"line 2: columns differ from the first row's \(level\)"),
@@ -233,7 +234,7 @@ def test_bad_data_is_a_config_error_that_says_where(tmp_path, rows, message):
 def test_a_missing_file_a_folder_and_binary_data_are_config_errors(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere.jsonl' cannot be read: No such file"):
         load_task(task(name="jsonl", data=str(tmp_path / "nowhere.jsonl")), 0)
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="no data set that Hugging Face datasets saved is there"):
         load_task(task(name="jsonl", data=str(tmp_path)), 0)
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not UTF-8"):

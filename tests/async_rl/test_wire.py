@@ -9,8 +9,17 @@ from buffer_helpers import make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_rl.data import Annotation
 from async_rl.errors import WireError
-from async_rl.wire import Limits, decode_groups, encode_groups, pack_header, unpack_header
+from async_rl.wire import (
+    Limits,
+    decode_annotations,
+    decode_groups,
+    encode_annotations,
+    encode_groups,
+    pack_header,
+    unpack_header,
+)
 
 
 def roundtrip(groups):
@@ -187,3 +196,60 @@ def test_an_empty_array_of_impossible_shape_is_refused(shape):
     header["groups"][0]["arrays"].append(["x", "float64", shape])
     with pytest.raises(WireError, match="bad_shape"):
         decode_groups(header, [*frames, b""])
+
+
+# ---------------------------------------------------------------- annotations
+
+
+def annotations_sent():
+    sent = [
+        Annotation(ordinal=3, attempt=1, stage="reward", values=np.float32([0.5, np.nan])),
+        Annotation(ordinal=4, attempt=0, stage="reference", values=np.float32([-1, -2, -3])),
+    ]
+    frames = [bytes(f) for f in encode_annotations("annotate", sent, seq=7)]
+    return sent, unpack_header(frames[0]), frames[1:]
+
+
+def test_annotations_come_back_as_they_were_and_read_only():
+    sent, header, frames = annotations_sent()
+    assert (header["type"], header["seq"]) == ("annotate", 7)
+    for one, other in zip(sent, decode_annotations(header, frames), strict=True):
+        assert (one.ordinal, one.attempt, one.stage) == (other.ordinal, other.attempt, other.stage)
+        np.testing.assert_array_equal(one.values, other.values)
+        assert not other.values.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("ordinal", -1, "bad_header"),
+        ("attempt", 1.5, "bad_header"),
+        ("arrays", [], "bad_header"),
+        ("arrays", None, "bad_header"),
+        ("arrays", [["reward", "float64", [1]]], "bad_dtype"),
+        ("arrays", [["reward", "float32", [2, 1]]], "bad_dtype"),
+        ("arrays", [["reward", "float32", [3]]], "bad_shape"),
+        ("arrays", [[7, "float32", [2]]], "bad_header"),
+    ],
+)
+def test_a_malformed_annotation_is_refused_with_a_reason(key, value, reason):
+    _, header, frames = annotations_sent()
+    header["groups"][0][key] = value
+    with pytest.raises(WireError) as refused:
+        decode_annotations(header, frames)
+    assert refused.value.reason == reason
+
+
+def test_annotations_must_match_their_frames_schema_and_limits():
+    _, header, frames = annotations_sent()
+    for change, received, limits, reason in (
+        ({}, frames[:1], Limits(), "frame_count"),
+        ({"schema": 2}, frames, Limits(), "schema_mismatch"),
+        ({"groups": 3}, frames, Limits(), "bad_header"),
+        ({"groups": [3, 4]}, frames, Limits(), "bad_header"),
+        ({}, frames, Limits(groups=1), "too_many_groups"),
+        ({}, frames, Limits(frame_bytes=4), "frame_too_large"),
+    ):
+        with pytest.raises(WireError) as refused:
+            decode_annotations({**header, **change}, received, limits)
+        assert refused.value.reason == reason

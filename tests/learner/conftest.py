@@ -12,8 +12,12 @@ import torch
 from async_rl.config import Config, parse_config
 from async_rl.data import Group, make_group, token_trajectory
 from async_rl.timer import StateTimer
+from learner.critic import Critic
 from learner.group import LearnerGroup, Placement
-from learner.updater import MiniBatch, Updater
+from learner.networks import Networks
+from learner.reference import Reference
+from learner.shard import MiniBatch
+from learner.updater import Updater
 
 VOCAB = 24
 Model = Any
@@ -72,10 +76,25 @@ def mini_batch(groups: list[Group], *, of: list[Group] | None = None) -> MiniBat
     )
 
 
-def build_updater(policy: Model | None = None, /, **sections: dict[str, Any]) -> Updater:
+def build_networks(config: Config, policy: Model | None = None, reference: Model | None = None) -> Networks:
+    """As :func:`learner.networks.load_networks`, from models in memory; a critic's trunk has weights of its own."""
+    policy, critic = policy or build_model(), None
+    if config.algorithm.advantage == "gae":
+        trunk = build_model(seed=5).base_model if config.algorithm.critic == "model" else None
+        critic = Critic(policy.config.hidden_size, trunk)
+    return Networks(
+        policy,
+        critic,
+        Reference(reference, config.sampling.temperature) if reference is not None else None,
+        temperature=config.sampling.temperature,
+        entropy_gradient=config.algorithm.entropy_coef > 0,
+    )
+
+
+def build_updater(policy: Model | None = None, /, reference_model: Model | None = None, **sections: Any) -> Updater:
     config: Config = parse_config(sections)
     group = LearnerGroup(Placement(0, 1, torch.device("cpu")), timeout_s=60.0)
-    return Updater(config, policy or build_model(), None, group, StateTimer())
+    return Updater(config, build_networks(config, policy, reference_model), group, StateTimer())
 
 
 @pytest.fixture

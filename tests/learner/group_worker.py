@@ -1,57 +1,76 @@
-"""Run by ``test_group.py`` under torchrun: three updates on this rank's share of fixed groups, or a scripted fault."""
+"""Run by ``test_group.py`` under torchrun: steps on this rank's share of fixed groups, or a scripted fault."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-from conftest import build_groups, build_model, mini_batch
+from conftest import build_groups, build_model, build_networks, mini_batch
 
 from async_rl.config import parse_config
 from async_rl.errors import AsyncRLError
 from async_rl.process import leave
 from async_rl.timer import StateTimer
 from learner.group import LearnerGroup
+from learner.step import train_step
 from learner.updater import Updater
+
+IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward", "kl_controller": "adaptive"}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {"kl_coef": 0.1},
+    "ppo": {"name": "ppo", "minibatches": 2, "entropy_coef": 0.01, **IN_REWARD},
+    "ppo with a critic of its own": {"name": "ppo", "critic": "model"},
+    "reinforce_pp": {"name": "reinforce_pp", **IN_REWARD},
+    "gspo": {"name": "gspo"},
+    "decoupled_ppo": {"name": "decoupled_ppo", "correction": "geometric_mask", "correction_high": 1.6},
+}
 
 
 def main() -> None:
     scenario, out = sys.argv[1], Path(sys.argv[2])
     group = LearnerGroup.start(int(sys.argv[3]), "cpu", timeout_s=60)
-    config = parse_config({"learner": {"lr": 1e-3, "micro_batch_tokens": 60}, "algorithm": {"kl_coef": 0.0}})
-    updater = Updater(config, build_model(seed=group.rank), None, group, StateTimer())  # rank 0's weights must win
-    group.broadcast_flat(updater.flat)
-    if scenario == "differ":
-        differ(group, updater, out)
-    elif scenario == "lose":
-        lose(group, updater, out)
+    if scenario == "train":
+        torch.save({name: train(group, algorithm) for name, algorithm in ALGORITHMS.items()}, f"{out}.{group.rank}")
+    elif scenario == "differ":
+        differ(group, build(group, {}), out)
     else:
-        train(group, updater, out)
+        lose(group, build(group, {}), out)
     group.close()
 
 
-def train(group: LearnerGroup, updater: Updater, out: Path) -> None:
-    tokens = 0.0
-    for step in range(3):
-        groups = build_groups(7, seed=step)
-        mine = groups[group.rank :: group.world]
-        totals = updater.gradient(mini_batch(mine, of=groups), version=3)
-        updater.apply(totals, step, adapt=False)
-        tokens += float(totals["tokens"])
+def build(group: LearnerGroup, algorithm: dict[str, Any]) -> Updater:
+    config = parse_config({"learner": {"lr": 1e-3, "micro_batch_tokens": 60}, "algorithm": algorithm})
+    reference = build_model(seed=9) if config.needs_reference else None
+    networks = build_networks(config, build_model(seed=group.rank), reference)  # rank 0's weights must win
+    updater = Updater(config, networks, group, StateTimer())
+    group.broadcast_flat(updater.flat)
+    return updater
+
+
+def train(group: LearnerGroup, algorithm: dict[str, Any]) -> dict[str, Any]:
+    """Two steps of two mini-batches; the ranks' shares differ in size and in reward."""
+    updater, metrics = build(group, algorithm), []
+    for step in range(2):
+        groups = sorted(build_groups(7, seed=step, version=step), key=lambda g: float(g.rewards.mean()))
+        parts = [groups[:3], groups[3:]]
+        shares = [part[: len(part) // 2 + 1] if group.rank == 0 else part[len(part) // 2 + 1 :] for part in parts]
+        mine = parts if group.world == 1 else shares
+        mini_batches = [mini_batch(share, of=part) for share, part in zip(mine, parts, strict=True)]
+        metrics.append(train_step(updater._config, updater, mini_batches, step).metrics())
     group.check_equal(updater.flat)
     assert group.all_agree(True)
     assert group.all_agree(group.rank == 0) == (group.world == 1)
     assert group.broadcast_number(0.1 + group.rank) == 0.1
-    if group.rank == 0:
-        torch.save({"data": updater.flat.data, "tokens": tokens}, out)
+    return {"data": updater.flat.data, "kl_coef": updater.kl_coef, "metrics": metrics}
 
 
 def differ(group: LearnerGroup, updater: Updater, out: Path) -> None:
     group.check_equal(updater.flat)
     if group.rank == 1:
-        updater.model.lm_head.weight.data[3, 3] += 1e-6
+        updater.networks.policy.lm_head.weight.data[3, 3] += 1e-6
     try:
         group.check_equal(updater.flat)
     except AsyncRLError as error:

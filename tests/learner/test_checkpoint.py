@@ -10,7 +10,7 @@ from async_rl.config import parse_config
 from async_rl.errors import ConfigError
 from async_rl.models import load_causal_lm
 from async_rl.runfolder import RunFolder
-from learner.checkpoint import CheckpointError, Checkpoints, TrainerState, load_optimizer, model_folder, read_state
+from learner.checkpoint import CheckpointError, Checkpoints, TrainerState, load_tensors, model_folder, read_state
 
 CONFIG = parse_config({"learner": {"lr": 2e-4}})
 
@@ -23,7 +23,9 @@ class Tokenizer:
 
 
 def state_at(step):
-    return TrainerState(step=step, lr=2e-4, trained_tokens=77.0, skipped_in_row=1, contract=CONFIG.contract_hash())
+    return TrainerState(
+        step=step, lr=2e-4, kl_coef=0.0, trained_tokens=77.0, skipped_in_row=1, contract=CONFIG.contract_hash()
+    )
 
 
 def server_part(folder):
@@ -33,7 +35,7 @@ def server_part(folder):
 
 def train(updater, make_groups, make_mini_batch, steps):
     for step in steps:
-        totals = updater.gradient(make_mini_batch(make_groups(3, seed=step)), version=3)
+        totals = updater.gradient(*updater.prepare([make_mini_batch(make_groups(3, seed=step))], version=3))
         updater.apply(totals, step, adapt=False)
 
 
@@ -50,7 +52,7 @@ def test_a_resumed_learner_continues_bit_by_bit(
     assert folder == tmp_path / "checkpoints" / "step_2"
     assert read_state(folder, CONFIG) == state_at(2)
     resumed = make_updater(load_causal_lm(model_folder(folder), "float32", "cpu"), model={"dtype": dtype})
-    load_optimizer(folder, resumed)
+    load_tensors(folder, resumed)
     train(resumed, make_groups, make_mini_batch, range(2, 5))
     assert torch.equal(resumed.flat.data, straight.flat.data)
     assert all(
@@ -65,7 +67,7 @@ def test_an_optimiser_that_has_not_stepped_is_saved_and_loaded_too(
     fresh = make_updater()
     folder = Checkpoints(tmp_path, 2, Tokenizer()).save(state_at(0), fresh, server_part)
     resumed = make_updater()
-    load_optimizer(folder, resumed)
+    load_tensors(folder, resumed)
     for updater in (fresh, resumed):
         train(updater, make_groups, make_mini_batch, range(2))
     assert torch.equal(resumed.flat.data, fresh.flat.data)
@@ -85,7 +87,7 @@ def test_saving_a_step_again_replaces_it(tmp_path, make_updater):
     updater.flat.data.add_(1)
     folder = checkpoints.save(state_at(4), updater, server_part)
     loaded = load_causal_lm(model_folder(folder), "float32", "cpu")
-    assert torch.equal(loaded.lm_head.weight, updater.model.lm_head.weight)
+    assert torch.equal(loaded.lm_head.weight, updater.networks.policy.lm_head.weight)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_4"]
 
 
@@ -144,7 +146,7 @@ def test_a_checkpoint_of_another_run_or_a_damaged_one_is_refused(tmp_path, make_
         read_state(folder, parse_config({"seed": 1}))
     os.truncate(folder / "optimizer.safetensors", 100)
     with pytest.raises(ConfigError, match=r"optimizer\.safetensors does not fit"):
-        load_optimizer(folder, make_updater())
+        load_tensors(folder, make_updater())
     (folder / "trainer.json").write_text(json.dumps({"step": 3}))
     with pytest.raises(ConfigError, match="no complete checkpoint"):
         read_state(folder, CONFIG)

@@ -119,7 +119,7 @@ def test_the_flat_step_is_that_of_adamw_on_the_tensors_one_by_one():
             clear()
             module(inputs).square().mean().backward()
         theirs.param_groups[0]["lr"] = 0.01 / (step + 1)
-        ours.step(0.01 / (step + 1))
+        ours.step({"policy": 0.01 / (step + 1)})
         theirs.step()
     assert torch.allclose(layer.weight, twin.weight, atol=1e-6)
     assert torch.allclose(layer.bias, twin.bias, atol=1e-6)

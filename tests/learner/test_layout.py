@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from learner.batching import build_micro_batches
+from learner.batching import build_micro_batches, plan_micro_batches
 from learner.layout import ancestors, choose_layout, lay_rows, lay_trees
 from learner.logprobs import can_forward_trees
+from learner.sequences import concatenate
+from learner.signals import Signals
 
 
 def flat(*groups):
@@ -68,9 +70,9 @@ def test_trees_are_taken_only_when_they_save_work():
 def test_gradients_through_trees_equal_those_through_rows(make_groups, make_mini_batch, make_updater, budget):
     groups = make_groups(6, size=8)
     updaters = [make_updater(learner={"micro_batch_tokens": budget}) for _ in range(2)]
-    updaters[1]._trees = False
-    totals = [u.gradient(make_mini_batch(groups), version=3) for u in updaters]
-    assert updaters[0]._trees
+    updaters[1].networks.trees = False
+    totals = [u.gradient(*u.prepare([make_mini_batch(groups)], version=3)) for u in updaters]
+    assert updaters[0].networks.trees
     assert float(totals[0]["tokens"]) == float(totals[1]["tokens"]) == sum(g.num_sampled for g in groups)
     assert (updaters[0].flat.grad - updaters[1].flat.grad).abs().max() < 1e-5
     assert updaters[1].flat.grad.abs().max() > 1e-2
@@ -78,11 +80,11 @@ def test_gradients_through_trees_equal_those_through_rows(make_groups, make_mini
 
 def test_both_layouts_place_the_same_inputs(make_groups):
     groups = make_groups(3, size=6)
+    sequences = concatenate(groups, version=3)
+    nothing = Signals(advantages_M=torch.zeros(len(sequences.token_M)))
+    plans = [plan_micro_batches(sequences, 10_000, trees) for trees in (True, False)]
     device = torch.device("cpu")
-    trees, rows = (
-        build_micro_batches(groups, version=3, budget=10_000, count=1, normalize_std=True, device=device, trees=t)[0]
-        for t in (True, False)
-    )
+    trees, rows = (next(build_micro_batches(sequences, nothing, plan, count=1, device=device)) for plan in plans)
     assert trees.visible_RLL is not None
     assert rows.visible_RLL is None
     assert trees.inputs_RL.numel() < rows.inputs_RL.numel()

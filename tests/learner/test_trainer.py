@@ -10,17 +10,18 @@ from async_rl.buffer.sharding import split
 from async_rl.client import Stopped
 from async_rl.config import parse_config
 from async_rl.data import make_group, token_trajectory
-from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.errors import AsyncRLError
 from async_rl.models import load_causal_lm
 from async_rl.runfolder import RunFolder
 from async_rl.timer import StateTimer
 from async_rl.weights.manifest import Manifest
 from async_rl.weights.segment import unlink_run
 from async_rl.wire import encode_groups, unpack_header
-from learner.checkpoint import load_optimizer, model_folder, read_state
+from learner.checkpoint import load_tensors, model_folder, read_state
 from learner.group import LearnerGroup, Placement
 from learner.leader import Leader
-from learner.main import check_settings, fresh_state, train, warn
+from learner.main import fresh_state, train, warn
+from learner.networks import Networks
 from learner.trainer import Trainer
 from learner.updater import Updater
 
@@ -99,10 +100,10 @@ def start(tmp_path, server, model, run_id, resume=None, terminated=lambda: False
     config = parse_config({**SECTIONS, **changes})
     timer, group = StateTimer(), LearnerGroup(Placement(0, 1, torch.device("cpu")), 60)
     state = read_state(resume, config) if resume else fresh_state(config)
-    updater = Updater(config, model, None, group, timer)
+    updater = Updater(config, Networks(model, temperature=config.sampling.temperature), group, timer)
     if resume:
-        load_optimizer(resume, updater)
-    updater.lr = state.lr
+        load_tensors(resume, updater)
+    updater.lr, updater.kl_coef = state.lr, state.kl_coef
     leader = Leader(
         config=config,
         out=tmp_path,
@@ -255,6 +256,43 @@ def test_an_actor_with_other_weights_ends_the_run_with_a_sentence(tmp_path, make
     leader.close()
 
 
+def test_the_check_waits_for_the_first_tokens_of_the_version_that_is_trained(tmp_path, make_model, run_id):
+    model, other = make_model(), make_model(seed=5)
+    versions = {0: -1, 1: 0, 2: 2}  # steps 0 and 1 have tokens of older versions alone
+    server = ScriptedServer(lambda step: honest_groups(other, versions[step]))
+    trainer, leader = start(tmp_path, server, model, run_id)
+    with pytest.raises(AsyncRLError, match=r"same weights \(version 2\): .*do not have the same weights"):
+        train(trainer, leader)
+    leader.close()
+    assert [row["logp_diff/age0"] for row in RunFolder(tmp_path).metrics] == [None, None]
+    assert all(row["logp_diff/age1"] > 0.05 for row in RunFolder(tmp_path).metrics)
+
+
+def test_the_sentence_names_a_temperature_that_an_actor_ignores(tmp_path, model, run_id):
+    server = ScriptedServer(lambda step: honest_groups(model, step))
+    sampling = {"sampling": {"group_size": 4, "temperature": 0.5}}
+    trainer, leader = start(tmp_path, server, model, run_id, **sampling)
+    with pytest.raises(AsyncRLError, match=r"the engine's .* are those at temperature 1 instead of 0\.5"):
+        train(trainer, leader)
+    leader.close()
+
+
+def test_colocated_the_memory_is_given_back_before_each_version_is_announced(tmp_path, model, run_id, monkeypatch):
+    server = ScriptedServer(lambda step: honest_groups(model, step))
+    colocated = {"actors": {"placement": "colocated"}, "buffer": {"groups_per_step": 4, "max_staleness": 0}}
+    trainer, leader = start(tmp_path, server, model, run_id, **colocated, steps=2, checkpoint={"every": 1})
+    events = []
+    monkeypatch.setattr(trainer._updater, "offload", lambda: events.append("offload"))
+    monkeypatch.setattr(trainer._updater, "restore", lambda: events.append("restore"))
+    for name in ("trained", "next", "snapshot"):
+        answer = getattr(server, name)
+        monkeypatch.setattr(server, name, lambda n=name, a=answer, **fields: (events.append(n), a(**fields))[1])
+    assert train(trainer, leader)
+    leader.close()
+    handed = ["offload", "trained"]
+    assert events == [*handed, "next", "restore", *handed, "snapshot", "next", "restore", *handed, "snapshot"]
+
+
 def test_a_mismatch_later_in_the_run_is_a_warning(tmp_path, make_model, run_id, capsys):
     model, other = make_model(), make_model(seed=5)
     server = ScriptedServer(lambda step: honest_groups(other if step else model, step))
@@ -293,11 +331,3 @@ def test_small_groups_are_warned_about_once_at_the_start(capsys):
     warn(parse_config({"sampling": {"group_size": 3}}))
     warn(parse_config({"sampling": {"group_size": 4}}))
     assert capsys.readouterr().err.count("sampling.group_size = 3: the mean of fewer than 4 rewards") == 1
-
-
-def test_an_adaptive_rate_without_a_kl_to_measure_is_refused():
-    sections = {"learner": {"lr_schedule": "kl_adaptive"}, "buffer": {"max_staleness": 0}}
-    with pytest.raises(ConfigError, match=r"lr_schedule = 'kl_adaptive' has no effect"):
-        check_settings(parse_config(sections))
-    check_settings(parse_config({**sections, "algorithm": {"epochs": 2}}))
-    check_settings(parse_config({**sections, "buffer": {"max_staleness": 1}}))

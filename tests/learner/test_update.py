@@ -8,17 +8,21 @@ import torch
 
 from async_rl.data import make_group, token_trajectory
 from async_rl.errors import AsyncRLError
-from learner.batching import build_micro_batches, count_micro_batches
-from learner.logprobs import token_logprobs
-from learner.reference import Reference
-from learner.step_stats import StepStats, difference_age0
+from async_rl.logprobs import token_logprobs
+from learner.batching import build_micro_batches, count_micro_batches, plan_micro_batches
+from learner.sequences import concatenate
+from learner.signals import Signals
+from learner.step_stats import StepStats, mean_differences
 from learner.updater import MAX_SKIPPED, Applied
 
 CPU = torch.device("cpu")
 
 
 def batches_of(groups, budget=10_000, count=1):
-    return build_micro_batches(groups, version=3, budget=budget, count=count, normalize_std=True, device=CPU)
+    sequences = concatenate(groups, version=3)
+    plan = plan_micro_batches(sequences, budget)
+    nothing = Signals(advantages_M=torch.zeros(len(sequences.token_M)))
+    return list(build_micro_batches(sequences, nothing, plan, count=count, device=CPU))
 
 
 def brute_force_gradient(model, groups, *, aggregation="token", temperature=1.0, kl=None, clip=(0.2, 0.2)):
@@ -72,7 +76,7 @@ def test_the_gradient_is_that_of_a_loop_over_single_tokens(
         sampling={"temperature": 0.8},
         learner={"micro_batch_tokens": budget},
     )
-    totals = updater.gradient(make_mini_batch(groups), version=3)
+    totals = updater.gradient(*updater.prepare([make_mini_batch(groups)], version=3))
     assert expected.abs().max() > 1e-3
     assert (flat_gradient(updater) - expected).abs().max() < 1e-6
     assert float(totals["loss_policy"]) == pytest.approx(loss, abs=1e-6)
@@ -81,9 +85,8 @@ def test_the_gradient_is_that_of_a_loop_over_single_tokens(
 def test_the_kl_term_pulls_towards_the_reference(make_model, make_groups, make_mini_batch, make_updater):
     groups, other = make_groups(3), make_model(seed=1)
     loss, expected = brute_force_gradient(make_model(), groups, kl=(0.3, other))
-    updater = make_updater(algorithm={"kl_coef": 0.3})
-    updater._reference = Reference(make_model(seed=1), temperature=1.0)
-    totals = updater.gradient(make_mini_batch(groups), version=3)
+    updater = make_updater(reference_model=make_model(seed=1), algorithm={"kl_coef": 0.3})
+    totals = updater.gradient(*updater.prepare([make_mini_batch(groups)], version=3))
     assert (flat_gradient(updater) - expected).abs().max() < 1e-5
     assert float(totals["loss_policy"] + totals["loss_kl"]) == pytest.approx(loss, abs=1e-6)
     assert float(totals["loss_kl"]) > 1e-3
@@ -99,36 +102,36 @@ def test_a_step_of_epochs_and_mini_batches_ends_where_a_loop_of_torchs_own_parts
     adamw = torch.optim.AdamW(plain.parameters(), lr=5e-4, betas=(0.9, 0.95), weight_decay=0.01)
     updater = make_updater(
         make_model(tied=tied),
+        reference_model=make_model(tied=tied, seed=7),
         algorithm={"aggregation": "sequence", "kl_coef": 0.2, "epochs": 2, "minibatches": 2},
         sampling={"temperature": 0.7},
         learner={"lr": 1e-3, "warmup_steps": 4, "weight_decay": 0.01, "max_grad_norm": 0.5, "micro_batch_tokens": 60},
     )
-    updater._reference = Reference(make_model(tied=tied, seed=7), temperature=0.7)
-    updater._trees = updater._trees and trees
-    stats, reference = StepStats(), make_model(tied=tied, seed=7)
+    updater.networks.trees = updater.networks.trees and trees
+    stats, reference = StepStats(updater._config, kl_coef=0.2), make_model(tied=tied, seed=7)
     for mini_batch in mini_batches * 2:
         loss, _ = brute_force_gradient(plain, mini_batch, aggregation="sequence", temperature=0.7, kl=(0.2, reference))
         losses.append(loss)
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         adamw.step()
-        totals = updater.gradient(make_mini_batch(mini_batch), version=3)
+        totals = updater.gradient(*updater.prepare([make_mini_batch(mini_batch)], version=3))
         stats.add(totals, updater.apply(totals, 1, adapt=False))
-    metrics = stats.metrics(epochs=2)
+    metrics = stats.metrics()
     assert metrics["loss/policy"] + metrics["loss/kl"] == pytest.approx(sum(losses) / 4, rel=1e-4)
     assert metrics["tokens/step"] == sum(g.num_sampled for g in groups)
     assert metrics["lr"] == 5e-4
-    for ours, theirs in zip(updater.model.parameters(), plain.parameters(), strict=True):
+    for ours, theirs in zip(updater.networks.policy.parameters(), plain.parameters(), strict=True):
         assert (ours - theirs).abs().max() < 2e-5
 
 
 def test_ranks_gradients_add_up_to_that_of_one_rank(make_groups, make_mini_batch, make_updater):
     groups = make_groups(6)
     whole = make_updater()
-    whole.gradient(make_mini_batch(groups), version=3)
+    whole.gradient(*whole.prepare([make_mini_batch(groups)], version=3))
     parts = torch.zeros_like(whole.flat.grad)
     for share in (groups[:2], groups[2:], []):
         rank = make_updater()
-        rank.gradient(make_mini_batch(share, of=groups), version=3)
+        rank.gradient(*rank.prepare([make_mini_batch(share, of=groups)], version=3))
         parts += rank.flat.grad
     assert (parts - whole.flat.grad).abs().max() < 1e-6
 
@@ -146,7 +149,7 @@ def test_mini_batches_of_equal_rewards_give_no_gradient(make_groups, make_mini_b
         )
     ]
     updater = make_updater()
-    updater.gradient(make_mini_batch(groups), version=3)
+    updater.gradient(*updater.prepare([make_mini_batch(groups)], version=3))
     assert updater.flat.grad.abs().max() == 0
 
 
@@ -240,14 +243,16 @@ def test_a_broken_update_is_skipped_and_five_in_a_row_end_the_run(make_groups, m
     before = updater.flat.checksum()
 
     def broken():
-        totals = updater.gradient(batch, version=3)
+        totals = updater.gradient(*updater.prepare([batch], version=3))
         updater.flat.grad[0] = float("nan")
         return updater.apply(totals, 0, adapt=False)
 
     for _ in range(MAX_SKIPPED - 1):
         assert broken().skipped
     assert updater.flat.checksum() == before
-    assert not updater.apply(updater.gradient(batch, version=3), 0, adapt=False).skipped  # a good one in between
+    assert not updater.apply(
+        updater.gradient(*updater.prepare([batch], version=3)), 0, adapt=False
+    ).skipped  # a good one in between
     assert updater.flat.checksum() != before
     for _ in range(MAX_SKIPPED - 1):
         broken()
@@ -257,7 +262,9 @@ def test_a_broken_update_is_skipped_and_five_in_a_row_end_the_run(make_groups, m
 
 def test_the_adaptive_rate_moves_only_when_the_kl_means_something(make_groups, make_mini_batch, make_updater):
     updater = make_updater(learner={"lr_schedule": "kl_adaptive", "lr": 3e-4, "kl_target": 0.01, "warmup_steps": 2})
-    totals = updater.gradient(make_mini_batch(make_groups(2)), version=3)  # behaviour is far off: a large KL
+    totals = updater.gradient(
+        *updater.prepare([make_mini_batch(make_groups(2))], version=3)
+    )  # behaviour is far off: a large KL
     assert updater.apply(totals, 0, adapt=False).lr == pytest.approx(1.5e-4)
     assert updater.apply(totals, 5, adapt=True).lr == pytest.approx(2e-4)
 
@@ -265,10 +272,10 @@ def test_the_adaptive_rate_moves_only_when_the_kl_means_something(make_groups, m
 def test_step_metrics_from_a_batch_counted_by_hand(make_updater, make_mini_batch):
     group = sequences([7, 8], [[5, 2], [5, 2], [2], [6, 2]])  # rewards 0, 1, 2, 3; 7 tokens, all of version 3
     updater = make_updater()
-    stats = StepStats()
-    totals = updater.gradient(make_mini_batch([group]), version=4)
+    stats = StepStats(updater._config)
+    totals = updater.gradient(*updater.prepare([make_mini_batch([group])], version=4))
     stats.add(totals, Applied(grad_norm=2.0, lr=1e-3, skipped=True))
-    metrics = stats.metrics(epochs=1)
+    metrics = stats.metrics()
     assert metrics["reward/mean"] == 1.5
     assert metrics["reward/std"] == pytest.approx(math.sqrt(5) / 2)
     assert metrics["accuracy"] == 0.75  # rewards of 1 or more
@@ -278,8 +285,9 @@ def test_step_metrics_from_a_batch_counted_by_hand(make_updater, make_mini_batch
     assert metrics["updates_skipped"] == 1
     assert metrics["grad_norm"] == 2
     assert 0 < metrics["ess"] <= 1
-    assert metrics["logp_diff/age0"] == 0  # no token of the current version
-    assert metrics["logp_diff/older"] > 0
+    assert metrics["logp_diff/age0"] is None  # no token of the current version
+    assert metrics["logp_diff/age1"] == metrics["logp_diff/older"] > 0
+    assert metrics["kl/reference"] is metrics["loss/value"] is None
 
 
 def test_the_mismatch_of_an_actor_with_the_same_weights_is_rounding(model, make_updater, make_mini_batch):
@@ -292,6 +300,7 @@ def test_the_mismatch_of_an_actor_with_the_same_weights_is_rounding(model, make_
         for i in range(2)
     ]
     group = make_group(ordinal=0, attempt=0, task_index=0, trajectories=trajectories)
-    totals = make_updater(model).gradient(make_mini_batch([group]), version=3)
-    assert float(totals["tokens_age0"]) == 6
-    assert difference_age0(totals) < 1e-6
+    updater = make_updater(model)
+    totals = updater.gradient(*updater.prepare([make_mini_batch([group])], version=3))
+    assert float(totals["age_histogram"][0]) == 6
+    assert mean_differences(totals)[0] < 1e-6

@@ -81,6 +81,13 @@ def trained_rows(out: Path) -> list[dict]:
     return [row for row in rows(out / "metrics.jsonl") if "reward/mean" in row]
 
 
+def fresh_differences(out: Path) -> list[float]:
+    """Log-probability differences at age 0 of the steps that had such tokens, at least one."""
+    found = [row["logp_diff/age0"] for row in trained_rows(out)]
+    assert any(difference is not None for difference in found)
+    return [difference for difference in found if difference is not None]
+
+
 def processes_of(out: Path) -> list[str]:
     """Command lines of the processes that belong to a run folder (its path is an argument of each)."""
     found = []

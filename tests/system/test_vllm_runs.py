@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from tests.system.conftest import assert_sound, overrides, rows, run, trained_rows
+from tests.system.conftest import assert_sound, fresh_differences, overrides, rows, run, trained_rows
 
 pytestmark = [
     pytest.mark.real,
@@ -20,6 +20,8 @@ def test_arithmetic_trains_through_vllm_with_weights_swapped_in_flight(tmp_path,
     assert done.returncode == 0, done.stdout + done.stderr
     summary = assert_sound(out, bound=2, steps=4)
     assert summary["weights"]["mismatches"] == 0
+    assert 0 < summary["weights"]["pause_s"] < summary["weights"]["commit_s"]
+    assert 0 < summary["weights"]["pause_share"] < 0.2  # below 0.05 where the machine is not shared by a whole test run
     first = trained_rows(out)[0]
     assert first["age/max"] == 0
     assert first["logp_diff/age0"] < 1e-4
@@ -37,5 +39,5 @@ def test_smollm2_trains_for_two_steps(tmp_path):
     done = run("run", "smollm2", *overrides(settings), "--out", str(out), timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
     assert_sound(out, bound=2, steps=2)
-    assert all(r["logp_diff/age0"] < 1e-3 for r in trained_rows(out))
+    assert max(fresh_differences(out)) < 1e-3
     assert rows(out / "evals.jsonl")[-1]["version"] == 2

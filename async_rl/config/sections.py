@@ -1,24 +1,15 @@
-"""Configuration: TOML in, strict pydantic models out. An unknown key is an error that names the nearest known one.
-
-    preset or file ──► merge --set overrides ──► Config ──► resolved config.toml in the run folder
-
-Nothing here imports torch, so the command line can check a file at once.
-"""
+"""The settings of a run, section by section: names, types, defaults, meaning; what they mean together: checks.py."""
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-import tomllib
-from collections.abc import Sequence
-from importlib import resources
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from async_rl.errors import ConfigError
+from async_rl.config.checks import check_effect, check_together
+from async_rl.config.recipes import with_recipe
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -44,7 +35,8 @@ class ModelConfig(Section):
     """Which language model is trained."""
 
     path: str = "tiny"
-    """A Hugging Face model folder; or ``tiny`` (built and briefly supervised on the spot) or ``smollm2`` (fetched)."""
+    """A Hugging Face model folder; or ``tiny``, ``tiny-tools`` (built and briefly supervised on the spot) or ``smollm2``
+    (fetched)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of engine and learner; master weights and log-probabilities are float32 always."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -54,10 +46,20 @@ class ModelConfig(Section):
 class TaskConfig(Section):
     """What is asked of the model and how answers are scored."""
 
-    name: Literal["addition", "sorting", "countdown", "jsonl"] = "addition"
-    """A built-in generator, or ``jsonl`` for problems from ``data``."""
+    name: Literal["addition", "sorting", "countdown", "jsonl", "reasoning_gym"] = "addition"
+    """A built-in generator, ``jsonl`` for problems from ``data``, or ``reasoning_gym`` for its data set ``dataset``."""
     data: str = ""
-    """A JSONL file with a ``prompt`` column (and ``answer``, ... as the verifier needs); sets ``name`` to ``jsonl``."""
+    """Problems with a ``prompt`` column (and ``answer``, ... as the verifier needs): a JSONL file, or a folder that
+    Hugging Face ``datasets`` saved; sets ``name`` to ``jsonl``."""
+    dataset: str = ""
+    """Name of a data set of reasoning-gym."""
+    environment: str = ""
+    """Multi-turn: ``calculator``, ``guess``, ``gymnasium:ID`` or ``module:Class``; empty: one answer to each prompt.
+    The environment brings its problems, unless ``data`` does."""
+    max_turns: int = Field(4, ge=2)
+    """Most answers of one episode; ``sampling.max_new_tokens`` limits each of them."""
+    curriculum: bool = False
+    """Draw problems that are solved sometimes more often than those that are solved always or never."""
     verifier: str = ""
     """``module:function`` with the signature ``f(prompts, completions, **columns) -> list[float]``; empty: exact match
     with ``answer`` for JSONL data, the built-in one for built-in tasks."""
@@ -70,9 +72,10 @@ class TaskConfig(Section):
     holdout: int = Field(500, ge=1)
     """Problems that are never trained on, for evaluation; at most a fifth of the data."""
     timeout_s: float = Field(10.0, gt=0)
-    """Time limit of one verifier call (one group); a call that passes it is killed and counted."""
+    """Time limit of one verifier call (one group), or of one call of an environment (one turn); a call that passes it is
+    killed and counted."""
     verifiers: int = Field(1, ge=1)
-    """Verifier child processes per actor."""
+    """Child processes per actor for the verifier, or for the episodes of the environment."""
 
 
 class SamplingConfig(Section):
@@ -124,6 +127,8 @@ class ActorsConfig(Section):
     """Actor processes that ``run`` starts on this machine."""
     engine: Literal["torch", "vllm", "mock"] = "torch"
     """``torch`` is embedded, ``vllm`` is real vLLM, ``mock`` has no model."""
+    placement: Literal["separate", "colocated"] = "separate"
+    """``colocated``: generation and training take turns on the same device; the idle side gives its memory back."""
     slots: int = Field(512, ge=1)
     """Sequences that one engine decodes at the same time."""
     kv_cache: Literal["keep", "recompute"] = "keep"
@@ -136,20 +141,103 @@ class ActorsConfig(Section):
     """``mock``: mean completion length (geometric, at most ``max_new_tokens``)."""
 
 
-class AlgorithmConfig(Section):
-    """GRPO (Shao et al. 2024, arXiv:2402.03300)."""
+class RewardConfig(Section):
+    """Where rewards come from: a weighted sum of sources, in the actors or in processes of their own."""
 
-    name: Literal["grpo"] = "grpo"
-    clip_low: float = Field(0.2, gt=0, lt=1)
+    placement: Literal["actor", "scorer"] = "actor"
+    """``actor``: child processes of the actor score its groups; ``scorer``: processes that lease them from the
+    buffer."""
+    scorers: int = Field(1, ge=1)
+    """Reward scorers that ``run`` starts on this machine."""
+    verifier: float = 1.0
+    """Weight of the verifier (or of the environment's own reward)."""
+    model: float = 0.0
+    """Weight of the reward model's score (its logit, or the probability of the last class where it has several)."""
+    model_path: str = ""
+    """A Hugging Face sequence classification folder."""
+    judge: float = 0.0
+    """Weight of the judge's grade, between 0 and 1."""
+    judge_url: str = ""
+    """Base address of an OpenAI-compatible server, such as ``http://localhost:8000/v1``; the key is read from
+    ``ASYNC_RL_JUDGE_KEY``."""
+    judge_model: str = ""
+    """Name of the model there."""
+    judge_prompt: str = (
+        "Question:\n{prompt}\n\nAnswer:\n{completion}\n\nGrade the answer between 0 (wrong) and 1 (right). "
+        'Reply with JSON alone: {"grade": NUMBER}'
+    )
+    """What the judge is asked; ``{prompt}``, ``{completion}`` and columns of the data in braces are filled in."""
+
+
+class ReferenceConfig(Section):
+    """The frozen model of the KL terms, or the teacher of on-policy distillation."""
+
+    path: str = ""
+    """Model folder, ``tiny`` or ``smollm2``; empty: the start model."""
+    placement: Literal["learner", "scorer"] = "learner"
+    """``learner``: on the same packed batch as the policy; ``scorer``: processes that lease groups from the buffer."""
+    scorers: int = Field(1, ge=1)
+    """Reference scorers that ``run`` starts on this machine."""
+
+
+class AlgorithmConfig(Section):
+    """How groups become gradients; paper and equation of each choice are in docs/algorithms.md."""
+
+    name: Literal[
+        "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo", "decoupled_ppo", "distillation"
+    ] = "grpo"
+    """A recipe: sets the defaults of other keys, see recipes.py; keys that are given win."""
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gae", "distill"] = "grpo"
+    """``grpo`` (r - mean) / std of the group, ``dr_grpo`` without std, ``rloo`` minus the mean of the others,
+    ``reinforce_pp`` reward to go over the whole batch, ``gae`` with a critic, ``distill`` teacher's log-probability
+    minus the student's."""
+    loss: Literal["ppo", "gspo", "cispo", "importance"] = "ppo"
+    """``ppo`` clipped ratio, ``gspo`` clipped sequence ratio, ``cispo`` clipped weight, ``importance`` plain ratio."""
+    clip_low: float = Field(0.2, gt=0, le=1)
     """Ratio is clipped at ``1 - clip_low``."""
     clip_high: float = Field(0.2, gt=0)
-    """and at ``1 + clip_high``."""
-    normalize_std: bool = True
-    """Divide advantages by the group's standard deviation."""
-    aggregation: Literal["token", "sequence"] = "token"
-    """Mean over all tokens of the batch, or over sequences of their token means; counts are global."""
+    """and at ``1 + clip_high`` (larger than ``clip_low``: clip-higher)."""
+    dual_clip: float = Field(0.0, ge=0)
+    """Bound of the ratio where the advantage is negative (dual clip), above 1; 0: none."""
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    """Mean over all tokens of the batch, over sequences of their token means, or sum over sequences divided by the
+    longest possible one; counts are global."""
+    proximal: Literal["behaviour", "recomputed", "interpolated"] = "behaviour"
+    """Policy that the ratio is taken to: the one that sampled; that of the step's start (decoupled PPO), forwarded
+    again or interpolated between the behaviour's and the current one by age."""
+    correction: Literal["none", "truncate", "mask", "sequence_mask", "geometric_mask"] = "none"
+    """Weight of a token, w = proximal / behaviour: as it is, truncated at ``correction_high``, or set to 0 outside
+    ``[correction_low, correction_high]`` by token, by sequence (product) or by sequence (geometric mean)."""
+    correction_low: float = Field(0.5, ge=0, lt=1)
+    correction_high: float = Field(2.0, gt=1)
+    max_token_age: int = Field(-1, ge=-1)
+    """Tokens older than this many versions get weight 0; -1: none do."""
+    age_decay: float = Field(1.0, gt=0, le=1)
+    """A token's weight is multiplied by this for each version of its age."""
+    overlong_buffer: int = Field(0, ge=0)
+    """Soft length penalty (DAPO) over the last so many tokens before ``sampling.max_new_tokens``; 0: none."""
+    critic: Literal["head", "model"] = "head"
+    """``gae``: a value head on the policy's last hidden state, or a model of its own."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """``gae``: discount per token."""
+    lam: float = Field(0.95, ge=0, le=1)
+    """``gae``: λ."""
+    value_coef: float = Field(0.5, gt=0)
+    """``gae``: c1, weight of the value loss."""
+    value_clip: float = Field(0.2, ge=0)
+    """``gae``: values move at most so far from the old ones; 0: no clip."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
     kl_coef: float = Field(0.0, ge=0)
-    """β of the k3 KL penalty to the frozen start model; 0 keeps no reference model."""
+    """β of the KL penalty to the reference; 0: none."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the penalty goes."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's estimators; ``k1`` only in the reward."""
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    """``adaptive`` moves β so that the measured KL meets ``kl_target``."""
+    kl_target: float = Field(0.05, gt=0)
+    """``adaptive``: wanted KL to the reference, per token."""
     minibatches: int = Field(1, ge=1)
     """Optimiser updates per step, each over a share of the groups."""
     epochs: int = Field(1, ge=1)
@@ -167,6 +255,8 @@ class LearnerConfig(Section):
     """``kl_adaptive`` multiplies or divides by 1.5 when the measured KL is below half or above twice ``kl_target``."""
     kl_target: float = Field(0.01, gt=0)
     """Target of the adaptive schedule (KL between behaviour and current policy)."""
+    critic_lr: float = Field(0.0, ge=0)
+    """Learning rate of the critic's own parameters; 0: ``lr``."""
     warmup_steps: int = Field(0, ge=0)
     """Linear warm-up of the learning rate."""
     weight_decay: float = Field(0.0, ge=0)
@@ -232,6 +322,8 @@ class Config(Section):
     sampling: SamplingConfig = SamplingConfig()
     buffer: BufferConfig = BufferConfig()
     actors: ActorsConfig = ActorsConfig()
+    reward: RewardConfig = RewardConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     learner: LearnerConfig = LearnerConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -241,152 +333,43 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _data_means_jsonl(cls, raw: Any) -> Any:
-        if isinstance(raw, dict) and isinstance(raw.get("task"), dict) and raw["task"].get("data"):
+    def _fill_in(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        if isinstance(raw.get("task"), dict) and raw["task"].get("data"):
             raw = {**raw, "task": {**raw["task"], "name": "jsonl"}}
-        return raw
+        return with_recipe(raw)
 
     @model_validator(mode="after")
-    def _check_together(self) -> Config:
-        if self.task.name == "jsonl" and not self.task.data:
-            raise ValueError("task.name = 'jsonl' needs task.data = FILE.jsonl")
-        if self.sampling.top_p < 1:
-            raise ValueError(
-                f"sampling.top_p = {self.sampling.top_p} with a ratio loss: the sampled distribution is truncated and "
-                "has no ratio to the learner's; set sampling.top_p = 1"
-            )
-        if self.sampling.group_size < 2:
-            raise ValueError(
-                "sampling.group_size = 1: a group of one has no relative advantage (always 0); set it to 4 or more"
-            )
-        if self.algorithm.minibatches > self.buffer.groups_per_step:
-            raise ValueError(
-                f"algorithm.minibatches = {self.algorithm.minibatches} > buffer.groups_per_step = "
-                f"{self.buffer.groups_per_step}: a mini-batch needs at least one group"
-            )
-        if self.learner.ranks > self.buffer.groups_per_step // self.algorithm.minibatches:
-            raise ValueError(
-                f"learner.ranks = {self.learner.ranks} but a mini-batch has only "
-                f"{self.buffer.groups_per_step // self.algorithm.minibatches} groups: raise buffer.groups_per_step"
-            )
-        if self.learner.lr_schedule == "constant" and "kl_target" in self.learner.model_fields_set:
-            raise ValueError("learner.kl_target has no effect with learner.lr_schedule = 'constant'; remove it")
+    def _check(self) -> Config:
+        check_effect(self)
+        check_together(self)
         return self
 
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Names of the stages that scorers add to a submitted group before it is ready: ``reward``, ``reference``."""
+        reward = ("reward",) if self.reward.placement == "scorer" else ()
+        return (*reward, *(("reference",) if self.needs_reference and self.reference.placement == "scorer" else ()))
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether anything reads the reference model's log-probabilities."""
+        return self.algorithm.kl_coef > 0 or self.algorithm.advantage == "distill"
+
+    @property
+    def max_sampled(self) -> int:
+        """Most sampled tokens of one trajectory."""
+        return self.sampling.max_new_tokens * (self.task.max_turns if self.task.environment else 1)
+
     def contract_hash(self) -> str:
-        """Hash of what actor and learner must agree on: model, task, sampling, seed. Checked at the handshake."""
+        """Hash of what all sides must agree on: model, task, sampling, rewards, reference, seed. For the handshake."""
         agreed = {
             "seed": self.seed,
             "model": self.model.model_dump(exclude={"device"}),
-            "task": self.task.model_dump(exclude={"verifiers", "timeout_s"}),
+            "task": self.task.model_dump(exclude={"verifiers", "timeout_s", "curriculum"}),
             "sampling": self.sampling.model_dump(),
+            "reward": self.reward.model_dump(exclude={"scorers"}),
+            "reference": self.reference.path if self.needs_reference else None,
         }
         return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def preset_names() -> list[str]:
-    """Names of the presets that ship."""
-    return sorted(p.name.removesuffix(".toml") for p in _presets().iterdir() if p.name.endswith(".toml"))
-
-
-def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
-    """Read a preset or a TOML file, apply ``key.path=value`` overrides, validate.
-
-    Raises:
-        ConfigError: no such file, bad TOML, unknown key (names the nearest), or a value that fails its check.
-    """
-    path = Path(source)
-    if path.suffix == ".toml":
-        if not path.is_file():
-            raise ConfigError(f"no config file {source}")
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{source} cannot be read: {error}") from None
-    elif source in preset_names():
-        text = (_presets() / f"{source}.toml").read_text()
-    else:
-        near = difflib.get_close_matches(source, preset_names(), 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"no preset {source!r}{hint} (presets: {', '.join(preset_names())}; a file must end in .toml)"
-        )
-    try:
-        raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source} is not valid TOML: {error}") from None
-    for override in overrides:
-        _apply(raw, override)
-    return parse_config(raw)
-
-
-def parse_config(raw: dict[str, Any]) -> Config:
-    """Validate a plain dictionary.
-
-    Raises:
-        ConfigError: every problem on its own line, unknown keys with the nearest known one.
-    """
-    try:
-        return Config.model_validate(raw)
-    except ValidationError as error:
-        lines = [_explain(e["loc"], e["type"], e["msg"], e.get("input")) for e in error.errors()]
-        raise ConfigError("\n".join(lines)) from None
-
-
-def to_toml(config: Config) -> str:
-    """The resolved configuration as TOML that :func:`load_config` reads back."""
-    lines, tables = [], []
-    for key, value in config.model_dump().items():
-        if isinstance(value, dict):
-            body = [f"{k} = {_toml_value(v)}" for k, v in value.items()]
-            if key == "learner" and value["lr_schedule"] == "constant":
-                body = [b for b in body if not b.startswith("kl_target")]
-            tables.append("\n".join([f"[{key}]", *body]))
-        else:
-            lines.append(f"{key} = {_toml_value(value)}")
-    return "\n".join(lines) + "\n\n" + "\n\n".join(tables) + "\n"
-
-
-def _presets() -> Any:
-    return resources.files("async_rl") / "presets"
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, tuple):
-        value = list(value)
-    return json.dumps(value, ensure_ascii=False).replace(
-        "\x7f", "\\u007f"
-    )  # TOML wants this one escaped, JSON does not
-
-
-def _apply(raw: dict[str, Any], override: str) -> None:
-    key, found, text = override.partition("=")
-    if not found or not key.strip():
-        raise ConfigError(f"--set {override!r}: write it as section.key=value")
-    try:
-        value = tomllib.loads(f"v = {text.strip()}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
-    node, parts = raw, key.strip().split(".")
-    for part in parts[:-1]:
-        node = node.setdefault(part, {})
-        if not isinstance(node, dict):
-            raise ConfigError(f"--set {override!r}: {part!r} is a value, not a section")
-    node[parts[-1]] = value
-
-
-def _explain(loc: tuple[int | str, ...], kind: str, message: str, value: Any) -> str:
-    where = ".".join(str(p) for p in loc) or "config"
-    if kind != "extra_forbidden":
-        shown = "" if isinstance(value, dict) or not loc else f" = {value!r}"
-        return f"{where}{shown}: {message.removeprefix('Value error, ')}"
-    section: Any = Config
-    for part in loc[:-1]:
-        section = section.model_fields[str(part)].annotation
-    near = difflib.get_close_matches(str(loc[-1]), section.model_fields, 1)
-    if near:
-        prefix = where.rpartition(".")[0]
-        hint = f"did you mean {'.'.join(filter(None, [prefix, near[0]]))!r}?"
-    else:
-        hint = f"known keys: {', '.join(section.model_fields)}"
-    return f"unknown key {where!r}: {hint}"

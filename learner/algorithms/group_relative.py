@@ -1,4 +1,4 @@
-"""Advantages: how much better than its group a completion was."""
+"""Group-relative advantages (GRPO, Dr.GRPO): how much better than its group a completion was."""
 
 from __future__ import annotations
 

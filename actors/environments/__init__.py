@@ -1,0 +1,1 @@
+"""Multi-turn environments: the protocol, those that ship, and the child processes that play them."""

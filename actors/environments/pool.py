@@ -1,0 +1,240 @@
+"""Environments in killable child processes: many episodes in each, one call at a time in an episode.
+
+    open, act ──► child of the episode: actors.environments.worker ── reset, act ──► poll: ok │ error │ bad_result
+                                                                                      timeout │ died │ lost
+
+A call that awaits for longer than the limit is given up by the child alone. A child that owes replies and gives none
+for that long is blocked by user code: it is killed with all it started, and its episodes end, ``timeout`` for those in
+a call (which of them blocks cannot be told), ``lost`` for those that waited for the model. Children that end by
+themselves give ``died`` in place of ``timeout``. The pool regrows with the next episode. All of it belongs to one
+thread: nothing here blocks except the constructor and ``wait``, and both have a deadline.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from actors.environments.base import Turn
+from actors.verify_child import Child, Source
+from actors.verify_wire import pack
+from async_rl.errors import ConfigError
+
+Outcome = Literal["ok", "timeout", "error", "bad_result", "died", "lost"]
+
+_WORKER = "actors.environments.worker"
+_GRACE_S = 1.0
+"""Added to the limit of a silent child: it gives up what merely awaits before that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What became of one call."""
+
+    episode: int
+    turn: Turn | None
+    """After ``open``: its first observation; ``None`` unless the outcome is ``ok``."""
+    outcome: Outcome
+    """``lost``: the child was killed for another's fault. After anything but ``ok`` the episode is over."""
+    detail: str
+    """For people: the end of the traceback, what was wrong with the result, which limit was passed."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    child: Child
+    deadline: float
+    """``time.monotonic()`` at which the start, then the next reply, is late; infinite while none is owed."""
+    ready: bool = False
+    load_error: str = ""
+    episodes: set[int] = field(default_factory=set)
+    calls: set[int] = field(default_factory=set)
+    """Episodes that are owed a reply."""
+    outbox: list[bytes] = field(default_factory=list)
+
+
+class EnvironmentPool:
+    """At most ``workers`` child processes that play episodes.
+
+    Args:
+        environment: as ``task.environment``.
+        timeout_s: limit of one call; the import of the module is not part of it.
+        workers: most child processes; the second is started with the second episode.
+        search_dir: folder that comes first in the search for the module, then the working directory.
+
+    Raises:
+        ConfigError: the environment cannot be imported or made; says why.
+    """
+
+    def __init__(self, environment: str, timeout_s: float, workers: int, search_dir: Path | None = None) -> None:
+        self._timeout_s, self._target = timeout_s, workers
+        self._source = Source(function=environment, parameters={"timeout_s": timeout_s}, setting="task.environment")
+        self._search = [str(p.resolve()) for p in (search_dir, Path()) if p is not None]
+        self._workers: list[_Worker] = []
+        self._home: dict[int, _Worker] = {}
+        self._killed: list[Child] = []
+        self._replies: list[Reply] = []
+        self._opened = 0
+        self._start_first_worker()
+
+    @property
+    def pending(self) -> int:
+        """Calls whose reply was not fetched yet."""
+        return sum(len(w.calls) for w in self._workers) + len(self._replies)
+
+    def open(self, columns: Mapping[str, Any], seed: int) -> int:
+        """Begin an episode; its number. Messages leave with the next :meth:`poll`."""
+        episode, self._opened = self._opened, self._opened + 1
+        worker = self._least_busy()
+        worker.episodes.add(episode)
+        self._home[episode] = worker
+        self._call(worker, episode, {"do": "reset", "columns": dict(columns), "seed": seed})
+        return episode
+
+    def act(self, episode: int, text: str) -> None:
+        """Hand the model's answer to the episode, which is owed no reply at the moment."""
+        if (worker := self._home.get(episode)) is not None:  # else its end waits to be fetched
+            self._call(worker, episode, {"do": "act", "text": text})
+
+    def drop(self, episode: int) -> None:
+        """End an episode, in the middle of a call too; one that is over already is let be."""
+        worker = self._home.pop(episode, None)
+        if worker is not None:
+            worker.episodes.discard(episode)
+            worker.calls.discard(episode)
+            worker.outbox.append(pack({"episode": episode, "do": "close"}))
+            self._watch(worker)
+        self._replies = [r for r in self._replies if r.episode != episode]
+
+    def poll(self) -> list[Reply]:
+        """Replies that are there by now, without waiting."""
+        self._killed = [child for child in self._killed if not child.reap()]
+        for worker in list(self._workers):
+            self._pump(worker)
+        replies, self._replies = self._replies, []
+        return replies
+
+    def wait(self, timeout_s: float) -> list[Reply]:
+        """Wait for the next replies; empty when nothing is pending or ``timeout_s`` has passed."""
+        deadline = time.monotonic() + timeout_s
+        while not (replies := self.poll()) and self.pending:
+            now = time.monotonic()
+            if now >= deadline:
+                break
+            self._select(min([deadline, *(w.deadline for w in self._workers)]) - now)
+        return replies
+
+    def filenos(self) -> list[int]:
+        """Descriptors that become readable when ``poll`` has something to do; they change as children come and go."""
+        return [w.child.fileno() for w in self._workers]
+
+    @property
+    def next_deadline(self) -> float | None:
+        """``time.monotonic()`` at which ``poll`` must be called at the latest, to kill a child that is stuck."""
+        return min((w.deadline for w in self._workers if w.deadline < math.inf), default=None)
+
+    def close(self) -> None:
+        """Kill all children; calls without a reply get none."""
+        for worker in self._workers:
+            worker.child.kill()
+        for child in [*self._killed, *(w.child for w in self._workers)]:
+            child.reap(timeout_s=5.0)
+        self._workers, self._killed, self._home = [], [], {}
+
+    def _start_first_worker(self) -> None:
+        worker = self._spawn()
+        while not worker.ready:
+            self._select(worker.deadline - time.monotonic())
+            self._hear(worker)
+            if (failure := self._start_failure(worker)) is not None:
+                self.close()
+                raise ConfigError(f"task.environment = {self._source.function!r}: {failure}")
+
+    def _least_busy(self) -> _Worker:
+        if all(w.episodes for w in self._workers) and len(self._workers) < self._target:
+            return self._spawn()
+        return min(self._workers, key=lambda w: len(w.episodes))
+
+    def _call(self, worker: _Worker, episode: int, fields: Mapping[str, Any]) -> None:
+        worker.outbox.append(pack({"episode": episode, **fields}))
+        worker.calls.add(episode)
+        self._watch(worker)
+
+    def _watch(self, worker: _Worker, *, heard: bool = False) -> None:
+        """Set the deadline of the next reply, from the first call or the last sign of life."""
+        if not worker.ready:
+            return
+        if not worker.calls:
+            worker.deadline = math.inf
+        elif heard or worker.deadline == math.inf:
+            worker.deadline = time.monotonic() + self._timeout_s + _GRACE_S
+
+    def _pump(self, worker: _Worker) -> None:
+        """Write, read, and end the worker if it is late or gone."""
+        if worker.outbox:
+            worker.child.send(b"".join(worker.outbox))
+            worker.outbox.clear()
+        self._hear(worker)
+        if not worker.ready:
+            failure = self._start_failure(worker)
+            if failure is not None:
+                self._end(worker, "died", f"a new environment process did not start: {failure}")
+        elif worker.child.gone:
+            self._end(worker, "died", "the environment ended its process")
+        elif time.monotonic() >= worker.deadline:
+            detail = f"the environment blocked its process for longer than {self._timeout_s:g} s and was killed"
+            self._end(worker, "timeout", detail)
+
+    def _hear(self, worker: _Worker) -> None:
+        for message in worker.child.receive():
+            if not worker.ready:
+                worker.ready, worker.load_error = bool(message["ok"]), message["detail"]
+            elif message["episode"] in worker.calls:
+                worker.calls.discard(message["episode"])
+                self._take(message)
+            self._watch(worker, heard=True)
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        episode, outcome = message["episode"], message["outcome"]
+        turn = Turn(message["observation"], message["reward"], message["done"]) if outcome == "ok" else None
+        if turn is None:
+            self.drop(episode)
+        self._replies.append(Reply(episode=episode, turn=turn, outcome=outcome, detail=message.get("detail", "")))
+
+    def _start_failure(self, worker: _Worker) -> str | None:
+        if worker.load_error:
+            return worker.load_error
+        if worker.child.gone and not worker.ready:
+            return "the process ended while it imported the module"
+        if not worker.ready and time.monotonic() >= worker.deadline:
+            return f"the import took longer than {self._source.start_timeout_s:.0f} s"
+        return None
+
+    def _end(self, worker: _Worker, outcome: Outcome, detail: str) -> None:
+        """Kill a worker and all its episodes."""
+        worker.child.kill()
+        self._workers.remove(worker)
+        self._killed.append(worker.child)
+        for episode in sorted(worker.episodes, key=lambda e: (e not in worker.calls, e)):  # suspects come first
+            del self._home[episode]
+            kind: Outcome = outcome if episode in worker.calls else "lost"
+            self._replies.append(Reply(episode=episode, turn=None, outcome=kind, detail=detail))
+
+    def _spawn(self) -> _Worker:
+        child = Child(self._source, self._search, _WORKER)
+        worker = _Worker(child, time.monotonic() + self._source.start_timeout_s)
+        self._workers.append(worker)
+        return worker
+
+    def _select(self, timeout_s: float) -> None:
+        """Wait until a child can be read (or written, where that is due); an ended one counts as readable."""
+        poller = select.poll()
+        for worker in self._workers:
+            writing = select.POLLOUT if worker.child.wants_to_write else 0
+            poller.register(worker.child.fileno(), select.POLLIN | writing)
+        poller.poll(max(0.0, timeout_s) * 1_000)

@@ -1,0 +1,127 @@
+"""From a preset or a TOML file to a checked configuration, and back to TOML."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from async_rl.config.checks import without_effect
+from async_rl.config.sections import Config
+from async_rl.errors import ConfigError
+
+
+def preset_names() -> list[str]:
+    """Names of the presets that ship."""
+    return sorted(p.name.removesuffix(".toml") for p in _presets().iterdir() if p.name.endswith(".toml"))
+
+
+def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
+    """Read a preset or a TOML file, apply ``key.path=value`` overrides, validate.
+
+    Raises:
+        ConfigError: no such file, bad TOML, unknown key (names the nearest), or a value that fails its check.
+    """
+    path = Path(source)
+    if path.suffix == ".toml":
+        if not path.is_file():
+            raise ConfigError(f"no config file {source}")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{source} cannot be read: {error}") from None
+    elif source in preset_names():
+        text = (_presets() / f"{source}.toml").read_text()
+    else:
+        near = difflib.get_close_matches(source, preset_names(), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"no preset {source!r}{hint} (presets: {', '.join(preset_names())}; a file must end in .toml)"
+        )
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not valid TOML: {error}") from None
+    for override in overrides:
+        _apply(raw, override)
+    return parse_config(raw)
+
+
+def parse_config(raw: dict[str, Any]) -> Config:
+    """Validate a plain dictionary.
+
+    Raises:
+        ConfigError: every problem on its own line, unknown keys with the nearest known one.
+    """
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        lines = [_explain(e["loc"], e["type"], e["msg"], e.get("input")) for e in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def to_toml(config: Config) -> str:
+    """The resolved configuration as TOML that :func:`load_config` reads back; what has no effect in it is left out."""
+    lines, tables, idle = [], [], without_effect(config)
+    for key, value in config.model_dump().items():
+        if isinstance(value, dict):
+            body = [f"{k} = {_toml_value(v)}" for k, v in value.items() if f"{key}.{k}" not in idle]
+            tables.append("\n".join([f"[{key}]", *body]))
+        else:
+            lines.append(f"{key} = {_toml_value(value)}")
+    return "\n".join(lines) + "\n\n" + "\n\n".join(tables) + "\n"
+
+
+def _presets() -> Any:
+    return resources.files("async_rl") / "presets"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        value = list(value)
+    return json.dumps(value, ensure_ascii=False).replace(
+        "\x7f", "\\u007f"
+    )  # TOML wants this one escaped, JSON does not
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    """Set one key; an empty value takes it away, so that its default holds."""
+    key, found, text = override.partition("=")
+    if not found or not key.strip():
+        raise ConfigError(f"--set {override!r}: write it as section.key=value")
+    try:
+        value = tomllib.loads(f"v = {text.strip()}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    node, parts = raw, key.strip().split(".")
+    for part in parts[:-1]:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"--set {override!r}: {part!r} is a value, not a section")
+    if text.strip():
+        node[parts[-1]] = value
+    else:
+        node.pop(parts[-1], None)
+
+
+def _explain(loc: tuple[int | str, ...], kind: str, message: str, value: Any) -> str:
+    where = ".".join(str(p) for p in loc) or "config"
+    if kind != "extra_forbidden":
+        shown = "" if isinstance(value, dict) or not loc else f" = {value!r}"
+        return f"{where}{shown}: {message.removeprefix('Value error, ')}"
+    section: Any = Config
+    for part in loc[:-1]:
+        section = section.model_fields[str(part)].annotation
+    near = difflib.get_close_matches(str(loc[-1]), section.model_fields, 1)
+    if near:
+        prefix = where.rpartition(".")[0]
+        hint = f"did you mean {'.'.join(filter(None, [prefix, near[0]]))!r}?"
+    else:
+        hint = f"known keys: {', '.join(section.model_fields)}"
+    return f"unknown key {where!r}: {hint}"

@@ -1,0 +1,144 @@
+"""The models of a rank and their forward passes over one packed batch: policy, critic and frozen reference.
+
+                  ┌─► policy trunk ─► hidden [N, H] ─┬─► log-probabilities, entropy [M]
+micro-batch ──────┤                                  └─► critic (head)  ─► values [M]
+                  ├─► critic trunk ──────────────────────► critic (model) ─► values [M]
+                  └─► reference (no gradient) ───────────► log-probabilities [M]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+from async_rl.logprobs import token_logprobs
+from async_rl.models import check_head, load_causal_lm, load_tokenizer, resolve_model
+from learner.algorithms.objective import Outputs
+from learner.batching import MicroBatch
+from learner.critic import Critic
+from learner.logprobs import can_forward_trees, predicting_hidden
+from learner.reference import Reference
+
+
+class Networks:
+    """What is trained, and what it is compared with.
+
+    Args:
+        policy: causal language model in float32 on the group's device.
+        critic: for GAE, or None.
+        reference: for a KL term or distillation, or None.
+        temperature: of the sampling contract.
+        entropy_gradient: whether the entropy is part of the loss.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        critic: Critic | None = None,
+        reference: Reference | None = None,
+        *,
+        temperature: float = 1.0,
+        entropy_gradient: bool = False,
+    ) -> None:
+        self.policy = policy
+        self.critic = critic
+        self.reference = reference
+        self.trees = can_forward_trees(policy)
+        """Whether rows of trees can be forwarded; the other models have the same architecture or are asked, too."""
+        if reference is not None:
+            self.trees &= reference.trees
+        self._temperature = temperature
+        self._entropy_gradient = entropy_gradient
+
+    @property
+    def trained(self) -> Mapping[str, nn.Module]:
+        """What is trained, by role; the policy comes first."""
+        return {"policy": self.policy} | ({"critic": self.critic} if self.critic is not None else {})
+
+    def outputs(self, batch: MicroBatch) -> Outputs:
+        """All that the objective reads, each ``[M]``, with gradient except the reference's."""
+        hidden_NH = self._policy_hidden(batch)
+        logprobs_N, entropy_N = self._logprobs(hidden_NH, batch, self._entropy_gradient)
+        ref_logprobs_M = batch.ref_logprobs_M
+        if ref_logprobs_M is None and self.reference is not None:
+            ref_logprobs_M = self.reference.logprobs(batch)
+        return Outputs(
+            logprobs_M=logprobs_N[batch.reads_M],
+            entropy_M=entropy_N[batch.reads_M],
+            values_M=self.critic(batch, hidden_NH)[batch.reads_M] if self.critic is not None else None,
+            ref_logprobs_M=ref_logprobs_M,
+        )
+
+    @torch.no_grad()
+    def logprobs_and_values(self, batch: MicroBatch, logprobs: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Without gradient: the policy's log-probabilities ``[M]`` if wanted, and a critic's values ``[M]``."""
+        critic_reads_policy = self.critic is not None and self.critic.trunk is None
+        hidden_NH = self._policy_hidden(batch) if logprobs or critic_reads_policy else torch.empty(0)
+        values_N = self.critic(batch, hidden_NH) if self.critic is not None else None
+        return (
+            self._logprobs(hidden_NH, batch, False)[0][batch.reads_M] if logprobs else None,
+            values_N[batch.reads_M] if values_N is not None else None,
+        )
+
+    def _policy_hidden(self, batch: MicroBatch) -> torch.Tensor:
+        return predicting_hidden(self.policy, batch.inputs_RL, batch.source_N, batch.positions_RL, batch.visible_RLL)
+
+    def _logprobs(
+        self, hidden_NH: torch.Tensor, batch: MicroBatch, entropy_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        head = self.policy.get_output_embeddings()
+        return token_logprobs(
+            hidden_NH, head.weight, head.bias, batch.targets_N, self._temperature, entropy_gradient=entropy_gradient
+        )
+
+
+def check_tokens(policy: Path, reference: Path) -> None:
+    """Make sure that a token id means the same to both models.
+
+    Raises:
+        ConfigError: they have other vocabularies, so that log-probabilities cannot be compared.
+    """
+    if load_tokenizer(policy).get_vocab() != load_tokenizer(reference).get_vocab():
+        raise ConfigError(
+            f"reference.path = {str(reference)!r} has another vocabulary than the policy's {policy}: a token id would "
+            "mean another text there; take a model with the same tokenizer"
+        )
+
+
+def load_networks(config: Config, source: Path, device: torch.device) -> Networks:
+    """Load what the configuration needs; trained models in float32, whatever they compute in.
+
+    Args:
+        config: the run.
+        source: folder of the policy: the start model, or that of a checkpoint.
+        device: where the models go.
+
+    Raises:
+        ConfigError: a model cannot be loaded, or does not fit the others.
+    """
+    algorithm = config.algorithm
+    policy = load_causal_lm(source, "float32", device)
+    check_head(policy)
+    reference, critic = None, None
+    if config.needs_reference and config.reference.placement == "learner":
+        folder = resolve_model(config.reference.path or config.model.path, "reference.path")
+        check_tokens(source, folder)
+        reference = Reference(load_causal_lm(folder, config.model.dtype, device), config.sampling.temperature)
+    if algorithm.advantage == "gae":
+        trunk = None
+        if algorithm.critic == "model":
+            trunk = load_causal_lm(resolve_model(config.model.path), "float32", device).base_model
+        critic = Critic(policy.get_output_embeddings().weight.shape[1], trunk).to(device)
+    return Networks(
+        policy,
+        critic,
+        reference,
+        temperature=config.sampling.temperature,
+        entropy_gradient=algorithm.entropy_coef > 0,
+    )
