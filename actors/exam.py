@@ -73,24 +73,31 @@ def make_exam(setting: Setting, engine: Engine, problems: Sequence[Problem]) -> 
 
 
 class WrittenExam:
-    """One answer to each problem; prompts that do not fit the model are left out."""
+    """One answer to each problem; prompts that the model's context or chat template refuses are left out."""
 
     def __init__(self, setting: Setting, engine: Engine, problems: Sequence[Problem]) -> None:
         config = setting.config
         self._engine, self._max_new_tokens = engine, config.sampling.max_new_tokens
         self._tokenizer, self._stops = load_tokenizer(setting.folder), stop_token_ids(setting.folder)
-        encoded = [(p, encode_prompt(self._tokenizer, p, config.task)) for p in problems]
         room = context_length(setting.folder) - self._max_new_tokens
-        self._problems = [p for p, prompt in encoded if len(prompt) <= room]
-        self._prompts = [prompt for _, prompt in encoded if len(prompt) <= room]
-        self._skipped = len(encoded) - len(self._problems)
+        self._problems: list[Problem] = []
+        self._prompts: list[tuple[int, ...]] = []
+        refused = ""
+        for problem in problems:
+            try:
+                prompt = encode_prompt(self._tokenizer, problem, config.task)
+                if len(prompt) > room:
+                    raise ValueError(f"{len(prompt)} tokens, and the model has room for {room}")
+            except ValueError as error:
+                refused = str(error)
+                continue
+            self._problems.append(problem)
+            self._prompts.append(prompt)
+        self._skipped = len(problems) - len(self._problems)
         if not self._problems:
-            raise ConfigError(
-                f"none of the {len(encoded)} held-out prompts fits the model: {room} tokens are left beside "
-                f"sampling.max_new_tokens = {self._max_new_tokens}"
-            )
+            raise ConfigError(f"none of the {len(problems)} held-out prompts fits the model; the last: {refused}")
         if self._skipped:
-            print(f"evaluator: {self._skipped} held-out prompts are longer than {room} tokens: left out", flush=True)
+            print(f"evaluator: {self._skipped} held-out prompts are left out; the last: {refused}", flush=True)
         self._pool = make_reward_pool(config, setting.verifier, setting.search)
 
     def take(self, between: Callable[[], None]) -> Marks:

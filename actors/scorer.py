@@ -87,6 +87,8 @@ class Scorer:
             if header["type"] == "lease":
                 for group in decode_groups(header, frames):
                     self._take(group)
+            elif header["type"] == "ack":
+                self._hear(header["results"])
             elif header["type"] == "stop":
                 self._stop = header
 
@@ -95,11 +97,18 @@ class Scorer:
         self._held[group.ordinal, group.attempt] = time.monotonic()
         self._stage.submit(group)
 
+    def _hear(self, results: list[tuple[int, int, str, str]]) -> None:
+        """What became of the annotations. One that is refused was no use, though the stage believed that it was."""
+        for ordinal, attempt, outcome, reason in results:
+            if outcome == "accepted" or (outcome, reason) == ("filtered", "zero_variance"):
+                self._failures_in_a_row = 0
+            elif outcome == "refused":
+                self._count_failure(reason, f"the server refused what was added to ordinal {ordinal} attempt {attempt}")
+
     def _answer(self, results: list[Annotation | Failure]) -> None:
         annotations = [result for result in results if isinstance(result, Annotation)]
         if annotations:
             self.counts["groups"] += len(annotations)
-            self._failures_in_a_row = 0
             self._client.send_annotations(annotations)
         for annotation in annotations:
             self._held.pop((annotation.ordinal, annotation.attempt), None)
@@ -118,13 +127,16 @@ class Scorer:
             detail=failure.detail[-2000:],
             final=True,
         )
+        self._count_failure(failure.reason, failure.detail)
+
+    def _count_failure(self, reason: str, detail: str) -> None:
         self.counts["failures"] += 1
         self._failures_in_a_row += 1
         if self._failures_in_a_row == MAX_FAILURES:
             self._client.send(
                 "fatal",
-                reason=f"{self._name}: {MAX_FAILURES} groups in a row could not be scored ({failure.reason}); "
-                f"the last: {failure.detail}",
+                reason=f"{self._name}: {MAX_FAILURES} groups in a row could not be scored ({reason}); "
+                f"the last: {detail}",
             )
 
     def _offer(self) -> None:

@@ -94,7 +94,7 @@ def presets() -> None:
 
     for name in preset_names():
         config = load_config(name)
-        model, task = config.model.path, config.task.data or config.task.name
+        model, task = config.model.path, config.task.environment or config.task.data or config.task.name
         typer.echo(f"{name:16s} {model} on {task}, {config.steps} steps, engine {config.actors.engine}")
 
 

@@ -10,7 +10,8 @@ A scorer: ``Client(..., "scorer", name, contract, stage="reward")``, then ``send
 that it can take *now*, beside those it has. A ``lease`` arrives in :meth:`Client.receive` as ``(header, frames)`` for
 :func:`async_rl.wire.decode_groups`; it lasts ``header["lease_s"]`` seconds. Each of its groups is answered with
 :meth:`Client.send_annotations`, or with ``send("fail", ordinal=..., attempt=..., reason=..., detail=..., final=...)``:
-final filters the task, else another scorer tries. The ``ack`` arrives in ``receive``; nothing depends on it.
+final filters the task, else another scorer tries. The ``ack`` arrives in ``receive``; a scorer that is ``refused``
+again and again is broken and should say so (``fatal``).
 """
 
 from __future__ import annotations

@@ -28,11 +28,12 @@ from rich.table import Table
 
 from async_rl.config import Config, load_config, to_toml
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.launch import preflight
+from async_rl.launch import preflight, roles, task_checks
 from async_rl.launch.children import cause, tail
 from async_rl.launch.commands import visible_gpus
 from async_rl.launch.overview import format_bytes, num_parameters
 from async_rl.probe import FAULTS
+from async_rl.process import die_with_parent
 from async_rl.summary import package_version
 
 Level = Literal["ok", "note", "wrong"]
@@ -47,6 +48,7 @@ _OPTIONAL = {
     "gguf": "async-rl fetch smollm2 needs it: pip install 'async-rl[tasks]'",
     "datasets": "task.data = FOLDER needs it: pip install -c constraints.txt 'async-rl[tasks]'",
     "reasoning-gym": "task.name = 'reasoning_gym' needs it: pip install -c constraints.txt 'async-rl[tasks]'",
+    "gymnasium": "task.environment = 'gymnasium:ID' needs it: pip install -c constraints.txt 'async-rl[control]'",
     "wandb": "log.wandb needs it: pip install wandb",
     "tensorboard": "log.tensorboard needs it: pip install tensorboard",
 }
@@ -132,12 +134,17 @@ def configuration(config: Config, env: Mapping[str, str], plant: str | None = No
     """Everything that a run of this configuration needs."""
     yield _checked("address", lambda: _address(config))
     yield _checked("engine", lambda: _engine(config))
-    yield _checked("problems", lambda: "{} to train on, {} held out".format(*preflight.check_data(config)))
+    yield _checked("problems", lambda: "{} to train on, {} held out".format(*task_checks.check_data(config, env)))
     yield _checked("verifier", lambda: _verifier(config, env))
+    yield _checked("rewards", lambda: _rewards(config, env))
     with tempfile.TemporaryDirectory(prefix="async-rl-doctor-") as scratch:
         folder: list[Path] = []
         yield _checked("model", lambda: _model(config, env, Path(scratch), folder))
         if folder:
+            model, log = folder[0], Path(scratch) / "warmup.log"
+            yield _checked("limits", lambda: _limits(config, env, model))
+            yield _checked("environment", lambda: task_checks.check_environment(config, env))
+            yield _checked("reference", lambda: _reference(config, env, model, log))
             yield from probe(config, env, Path(scratch), plant)
 
 
@@ -182,6 +189,25 @@ def _verifier(config: Config, env: Mapping[str, str]) -> str:
     return config.task.verifier or "built in"
 
 
+def _rewards(config: Config, env: Mapping[str, str]) -> str:
+    roles.check_reward(config, env)
+    weights = {name: getattr(config.reward, name) for name in ("verifier", "model", "judge")}
+    return ", ".join(f"{name} × {weight:g}" for name, weight in weights.items() if weight)
+
+
+def _limits(config: Config, env: Mapping[str, str], model: Path) -> str:
+    preflight.check_limits(config, model)
+    task_checks.check_chat_template(config, env, model)
+    preflight.check_shared_memory((num_parameters(model) or 0) * 4)
+    return "context, chat template and shared memory suffice"
+
+
+def _reference(config: Config, env: Mapping[str, str], model: Path, log: Path) -> str:
+    if not config.needs_reference:
+        return "none"
+    return str(roles.ensure_reference(config, model, env, log, lambda _: None, lambda: False))
+
+
 def _model(config: Config, env: Mapping[str, str], scratch: Path, found: list[Path]) -> str:
     from async_rl.models import load_tokenizer, stop_token_ids
 
@@ -194,7 +220,8 @@ def _model(config: Config, env: Mapping[str, str], scratch: Path, found: list[Pa
 
 
 def _run(command: Sequence[str], env: Mapping[str, str], log: Path) -> str:
-    """Run a command to its end; the last line of its output."""
+    """Run a command to its end; the last line of its output. The kernel ends it with the doctor."""
+    parent = os.getpid()
     with log.open("wb") as sink:
         try:
             done = subprocess.run(
@@ -204,6 +231,7 @@ def _run(command: Sequence[str], env: Mapping[str, str], log: Path) -> str:
                 stdout=subprocess.PIPE,
                 stderr=sink,
                 timeout=PROBE_TIMEOUT_S,
+                preexec_fn=lambda: die_with_parent(parent),
                 check=False,
             )
         except subprocess.TimeoutExpired:

@@ -155,7 +155,10 @@ def load_tensors(checkpoint: Path, updater: Updater) -> None:
     try:
         updater.optimizer.load_state(load_file(checkpoint / _OPTIMIZER))
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise ConfigError(f"{checkpoint / _OPTIMIZER} does not fit the model beside it: {error}") from None
+        raise ConfigError(
+            f"{checkpoint / _OPTIMIZER} does not fit what is trained: {error}; it is damaged, or of a run with another "
+            "algorithm.advantage or algorithm.critic (a critic is trained, too)"
+        ) from None
 
 
 def _load_critic(file: Path, flat: FlatParameters) -> None:

@@ -86,6 +86,8 @@ class MismatchCheck:
         """What this rank's own tokens of age 0 tell."""
         temperature, sequences = self._config.sampling.temperature, batch.sequences
         fresh_M = sequences.ages_M == 0
+        if not fresh_M.any():
+            return "this rank has none of these tokens, another one has: see its log"
         here, at_1 = (self._logprobs(batch, t)[fresh_M] for t in (temperature, 1.0))
         cause = explain(
             sequences.behaviour_logprobs_M[fresh_M],

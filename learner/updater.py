@@ -34,6 +34,9 @@ from learner.shard import MiniBatch
 MAX_SKIPPED = 5
 """Updates with a non-finite gradient in a row that end the run."""
 
+HEAD_SPEED = 10.0
+"""A value head begins at 0 and must follow rewards that rise; at the rate of the trunk below it, it lags behind."""
+
 _BATCH_SUMS = ("sequences", "scored", "reward", "reward_squared", "correct", "advantage", "advantage_squared")
 _LOSSES = ("loss_policy", "loss_kl", "loss_value")
 
@@ -131,7 +134,7 @@ class Updater:
             kl = float(totals["kl_k3"] / totals["tokens"].clamp_min(1))
             self.lr = kl_adaptive_lr(self.lr, kl, self._config.learner.kl_target)
         factor = warmup(step, self._config.learner.warmup_steps)
-        rates = {"policy": self.lr * factor, "critic": (self._config.learner.critic_lr or self.lr) * factor}
+        rates = {"policy": self.lr * factor, "critic": self._critic_lr * factor}
         self.optimizer.step(rates)
         return Applied(norm, rates["policy"], skipped=False)
 
@@ -157,6 +160,11 @@ class Updater:
             return
         for part in self._parts:
             part.restore()
+
+    @property
+    def _critic_lr(self) -> float:
+        faster = HEAD_SPEED if self._config.algorithm.critic == "head" else 1.0
+        return self._config.learner.critic_lr or faster * self.lr
 
     @property
     def _parts(self) -> list[FlatParameters | FlatAdamW | Reference]:

@@ -24,7 +24,7 @@ import typer
 GOAL = 0.90
 CLEAR = ("algorithm.clip_low=", "algorithm.clip_high=")
 SETTINGS: dict[str, tuple[str, ...]] = {
-    "decoupled_ppo": ("algorithm.name=decoupled_ppo", "buffer.max_staleness=8"),
+    "decoupled_ppo": ("algorithm.name=decoupled_ppo", "buffer.max_staleness=8", "learner.lr=1e-4"),
     "importance": ("algorithm.loss=importance", *CLEAR),
 }
 """What an entry means where it is not just ``algorithm.name``."""

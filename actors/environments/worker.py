@@ -103,11 +103,15 @@ class Host:
                 reply = checked_observation(await environment.reset(message["columns"], message["seed"]))
             else:
                 reply = checked_turn(await self._environments[episode].act(message["text"]))
+        except asyncio.CancelledError as error:
+            if self._calls.get(episode) is not asyncio.current_task():
+                raise  # given up or closed; else by user code itself, from a task that it awaits
+            reply = {"outcome": "error", "detail": tail_of(error)}
         except (Exception, SystemExit) as error:
             reply = {"outcome": "error", "detail": tail_of(error)}
         finally:
             timer.cancel()
-        if self._calls.get(episode) is asyncio.current_task():  # else it was given up, and went on nevertheless
+        if self._calls.get(episode) is asyncio.current_task():  # else it was given up or closed
             self._reply({"episode": episode, **reply})
 
     def _give_up(self, episode: int) -> None:
@@ -128,7 +132,7 @@ class Host:
             return
         try:
             await environment.close()
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             print(f"environment: close() failed: {tail_of(error)}", flush=True)
 
 

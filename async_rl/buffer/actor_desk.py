@@ -2,8 +2,9 @@
 
 credit ─► remembered ─► room in the ledger? ─► tickets      submit, fail ─► ledger ─► ack      lost ─► cancel
 
-Colocated, a step goes to the learner only when every connected actor that was given tickets has said ``asleep`` after
-them (:meth:`ActorDesk.in_use`). One that joins, or never got a ticket, holds nothing up. A sleeper is woken by a new
+Colocated, a step goes to the learner only when every connected actor that was given tickets has said ``asleep``
+after them (:meth:`ActorDesk.in_use`). One that is awake when there is nothing left for it gets an empty list of
+tickets, which lets it sleep; one that joins, and holds no version yet, holds nothing up. A sleeper is woken by a new
 version, or by the same once more when its step lacks a group and nobody is awake.
 """
 
@@ -110,21 +111,35 @@ class ActorDesk:
         """Actors that may still use the device that the learner waits for; none where each has its own."""
         return [s.name for s in self._roster.of("actor") if s.worked] if self._colocated else []
 
+    def rest(self) -> None:
+        """Let those sleep that are awake for nothing: the learner trains on their device, too."""
+        for actor in self._roster.of("actor") if self._colocated else ():
+            is_idle = actor.live >= 0 and not (actor.worked or actor.fenced)
+            if is_idle and not self._ledger.has_room(actor.live):
+                actor.worked = True
+                self._post.send(actor, "tickets", tickets=[])
+
     def announce(self) -> None:
         """Tell all of the newest version; it wakes who sleeps."""
-        actors = self._roster.of("actor")
+        self._announce(self._roster.of("actor"))
+
+    def _announce(self, actors: list[Session]) -> None:
         for actor in actors:
             actor.asleep = False
         self._post.send_all(actors, "version", manifest=self._versions.wire)
 
     def wake(self) -> None:
-        """If the present step lacks groups and nobody is awake to make them, wake the sleepers."""
+        """If the present step lacks groups and nobody can make them, wake the sleepers.
+
+        One that joins, or loads weights, is not waited for: it may never be done.
+        """
         actors = self._roster.of("actor")
-        if self._versions.newest is None or not any(s.asleep for s in actors):
+        sleepers = [s for s in actors if s.asleep]
+        if self._versions.newest is None or not sleepers:
             return
-        awake = any(not s.asleep and not s.fenced for s in actors)
+        awake = any(s.live >= 0 and not s.fenced for s in actors)
         if not awake and self._ledger.has_room(self._versions.newest.version):
-            self.announce()
+            self._announce(sleepers)
 
     def issue(self, now: float) -> None:
         """Give tickets to those that have credit, the one with the fewest open tickets first."""

@@ -32,8 +32,9 @@ def refusal(hello: Header, config: Config, worlds: Collection[int]) -> str:
             "model, task, sampling, rewards, reference or seed differ between your configuration (contract "
             f"{contract!r}) and the server's ({config.contract_hash()!r}): start both from the same config.toml"
         )
-    if hello.get("role") not in ROLES or not 0 < len(take(hello, "name", str)) <= 200:
-        return f"a client needs a name of 1 to 200 characters and a role of {', '.join(ROLES)}"
+    name = take(hello, "name", str)
+    if hello.get("role") not in ROLES or not 0 < len(name) <= 200 or not name.isprintable():  # it goes into logs
+        return f"a client needs a name of 1 to 200 printable characters and a role of {', '.join(ROLES)}"
     if hello["role"] == "scorer":
         return _scorer_refusal(hello, config)
     return _learner_refusal(hello, config, worlds) if hello["role"] == "learner" else ""

@@ -152,6 +152,23 @@ class Ledger(Books):
         """A scorer gives up a group: ``final`` filters the task, otherwise another try is made, a few at most."""
         return self._scored(self.scoring.fail(scorer, stage, ordinal, attempt, reason, final=final), now)
 
+    def lose_scorer(self, scorer: str, *, died: bool) -> tuple[int, list[tuple[int, int]]]:
+        """A scorer is gone: what it has goes to others, but what scorers die of is filtered, as ``scorers_died``.
+
+        Args:
+            scorer: its name.
+            died: or left in such a way that what it has may be the cause; not if only its connection broke.
+
+        Returns:
+            How many groups it had; ordinal and attempt of those that are filtered.
+        """
+        num_leased, deadly = self.scoring.lose(scorer, died=died)
+        for entry in deadly:
+            self.tally.add(entry.payload, "filtered")
+            self._filter(entry, "scorers_died")
+        self._check()
+        return num_leased, [entry.key for entry in deadly]
+
     # ------------------------------------------------------------------ time
 
     def expire(self, now: float) -> list[Lost]:
@@ -252,6 +269,9 @@ class Ledger(Books):
         if "reference" not in self.rules.stages:
             group = without_reference(group)
         stages = awaited(group, self.rules.stages)
+        if stages and uses:  # it was trained, and is not annotated for the sake of another time
+            self.trained += 1
+            return
         if not np.isfinite(group.rewards).all() and "reward" not in stages:
             self.requeue(group.ordinal, group.attempt, group.task_index)
             return

@@ -48,7 +48,7 @@ class Session:
     fenced: bool = False
     """Too late with an announced version: no tickets until it has caught up."""
     worked: bool = False
-    """It got tickets and has not said ``asleep`` since: it may still use the device (actors, colocated)."""
+    """It got tickets, if only none, and has not said ``asleep`` since: it may use the device (actors, colocated)."""
     asleep: bool = False
     """It gave its device back and was told of no version since (actors, colocated)."""
     wants: int = -1

@@ -17,9 +17,10 @@ from async_rl.buffer.post import Post
 from async_rl.buffer.records import Answer
 from async_rl.buffer.roster import Roster, Session
 from async_rl.buffer.samples import sample_row
+from async_rl.buffer.scoring import MAX_TRIES
 from async_rl.data import Annotation, Group
 from async_rl.errors import WireError
-from async_rl.wire import Frame, Header, decode_annotations, encode_groups
+from async_rl.wire import LIMITS, Frame, Header, decode_annotations, encode_groups
 
 UNSERVED_S = 15.0
 """Groups may wait so long for a scorer to connect before the status says so."""
@@ -58,6 +59,17 @@ class ScorerDesk:
         print(f"{scorer.name} failed ordinal {ordinal} attempt {attempt}: {reason} {detail}", flush=True)
         self._post.send(scorer, "ack", results=[result])
 
+    def leave(self, scorer: Session, why: str) -> int:
+        """It is gone; returns how many groups it had. A crash may say ``bye`` too: only a broken line is harmless."""
+        num_leased, deadly = self._ledger.lose_scorer(scorer.name, died=why != "reconnected")
+        for ordinal, attempt in deadly:
+            print(
+                f"ordinal {ordinal} attempt {attempt} is filtered (scorers_died): {MAX_TRIES} {scorer.stage} scorers, "
+                f"the last {scorer.name}, did not survive it",
+                flush=True,
+            )
+        return num_leased
+
     def lease(self, now: float) -> None:
         """Give what waits to those that have credit, the one with the fewest groups first."""
         for stage, queue in self._ledger.scoring.queues.items():
@@ -67,8 +79,11 @@ class ScorerDesk:
             idlest = [(queue.leases[s.name], order, s) for order, s in enumerate(scorers)]
             heapq.heapify(idlest)
             given: dict[str, list[Group]] = defaultdict(list)
-            while idlest and (group := self._ledger.scoring.lease(stage, idlest[0][2].name, now)) is not None:
+            while idlest and queue.waiting:
                 leases, order, scorer = heapq.heappop(idlest)
+                group = self._ledger.scoring.lease(stage, scorer.name, now)
+                if group is None:
+                    continue
                 given[scorer.name].append(group)
                 scorer.credit -= 1
                 scorer.tickets += 1
@@ -76,8 +91,7 @@ class ScorerDesk:
                     heapq.heappush(idlest, (leases + 1, order, scorer))
             for scorer in scorers:
                 if scorer.name in given:
-                    lease_s = self._ledger.rules.lease_s
-                    self._post.send_frames(scorer, encode_groups("lease", given[scorer.name], lease_s=lease_s))
+                    self._send(scorer, given[scorer.name])
 
     def notices(self, now: float) -> list[str]:
         """Stages that groups wait for while no scorer of theirs is connected, as sentences; call it regularly."""
@@ -93,6 +107,16 @@ class ScorerDesk:
                     f"{now - since:.0f} s: start one (async-rl actor --role {stage})"
                 )
         return sentences
+
+    def _send(self, scorer: Session, groups: list[Group]) -> None:
+        """One message, or one a group where so many describe themselves in more than a header may hold."""
+        lease_s = self._ledger.rules.lease_s
+        frames = encode_groups("lease", groups, lease_s=lease_s)
+        if len(frames[0]) <= LIMITS.header_bytes:
+            self._post.send_frames(scorer, frames)
+            return
+        for group in groups:
+            self._post.send_frames(scorer, encode_groups("lease", [group], lease_s=lease_s))
 
     def _of(self, stage: str) -> list[Session]:
         return [s for s in self._roster.of("scorer") if s.stage == stage]

@@ -1,10 +1,11 @@
 """The groups that wait for their stages, and the scorers that work on them. Pure; the ledger applies what it decides.
 
 submit ─► put ─┬─ queue "reward" ────► lease ─► annotate ─┬─► all stages are in ─► ready
-               └─ queue "reference" ─► lease ─► annotate ─┘        useless, or failed MAX_TRIES times ─► filtered
+               └─ queue "reference" ─► lease ─► annotate ─┘        useless, failed or deadly MAX_TRIES times ─► filtered
 
 Stages work on a group at the same time. What a lost, silent or late scorer has goes back, and nothing is generated
-again. An annotation may come from anyone who has or once had the group; the first one counts, later ones are ``late``.
+again. A group with which MAX_TRIES scorers died, all but the first while they had nothing else, is filtered. An
+annotation may come from anyone who has or once had the group; the first one counts, later ones are ``late``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from async_rl.buffer.stage_queue import StageQueue, Work
 from async_rl.data import Annotation, Group
 
 MAX_TRIES = 3
-"""After so many failed tries of a stage at a group it is filtered."""
+"""After so many failed tries of a stage at a group, or deaths of scorers that had it, it is filtered."""
 
 Decision = tuple[Answer, Entry | None]
 """What to answer, and the entry that it changed."""
@@ -103,9 +104,10 @@ class Scoring:
         self.queues[stage].failed += 1
         return self._decided(scorer, stage, work.entry, Answer("filtered", reason))
 
-    def lose(self, scorer: str) -> int:
-        """A dead or leaving scorer: what it has goes back; returns how many."""
-        return sum(queue.lose(scorer) for queue in self.queues.values())
+    def lose(self, scorer: str, *, died: bool) -> tuple[int, list[Entry]]:
+        """A scorer is gone: how many groups go back, and those among them that scorers do not survive."""
+        lost = [work for queue in self.queues.values() for work in queue.lose(scorer, died=died)]
+        return len(lost), [work.entry for work in lost if work.deaths >= MAX_TRIES]
 
     def expire(self, now: float, limit_s: float) -> None:
         """Leases older than ``limit_s`` go back."""

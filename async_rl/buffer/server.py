@@ -26,6 +26,7 @@ from types import FrameType, TracebackType
 import zmq
 
 from async_rl.buffer import journal
+from async_rl.buffer.annotating import awaited
 from async_rl.buffer.curriculum import Curriculum
 from async_rl.buffer.files import RunFiles
 from async_rl.buffer.ledger import Ledger
@@ -89,6 +90,7 @@ class Server:
             self._files.keep("batches", lambda row: row.get("step", 0) < ledger.version)
             self._files.keep("evals", lambda row: row.get("version", 0) <= ledger.version)
             again = {ordinal for ordinal, _, _ in ledger.retry}
+            again |= {e.ordinal for e in ledger.scoring.values() if "reward" in awaited(e.payload, ledger.rules.stages)}
             self._files.keep(
                 "samples",
                 lambda row: row.get("ordinal", 0) not in again and row.get("ordinal", 0) < ledger.next_ordinal,

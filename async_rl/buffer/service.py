@@ -146,6 +146,7 @@ class Service:
     def pump(self, now: float) -> None:
         """Hand out whatever has become possible."""
         if self.phase == "running":
+            self._actors.rest()
             delivery = self._learners.deliver(new_steps=not self._actors.in_use())
             if delivery is not None:
                 self._actors.cancel(delivery.lost)
@@ -304,7 +305,7 @@ class Service:
     def _leave(self, session: Session, why: str, now: float) -> None:
         self.roster.leave(session, why)
         lost = self.ledger.lose(session.name) if session.role == "actor" else []
-        leased = self.ledger.scoring.lose(session.name) if session.role == "scorer" else 0
+        leased = self._scorers.leave(session, why) if session.role == "scorer" else 0
         if why != "bye":
             print(f"{session.name} is gone ({why}); {len(lost) + leased} tickets return", flush=True)
         if lost:  # it may only have been slow: then it must not go on with what others now do

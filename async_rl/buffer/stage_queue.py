@@ -3,6 +3,9 @@
 add ─► waiting ─ lease ─► leased(scorer) ─ finish ─► gone          the most urgent group first
           ▲                  │ give_back: expired, failed, lost scorer
           └──────────────────┘                                     remove: the group has moved on
+
+A group that was with a scorer that died is suspect: from then on a scorer has it alone, so that it is known which group
+kills scorers, and none that only lay beside it is blamed.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ class Work:
     """Time of its lease."""
     tries: int = 0
     """Times that a scorer failed at it."""
+    deaths: int = 0
+    """Times that a scorer died while it had it."""
     holders: set[str] = field(default_factory=set)
     """Who has it or once had it: what they send is welcome, whoever is first."""
 
@@ -64,11 +69,15 @@ class StageQueue:
         self._offer(entry)
 
     def lease(self, scorer: str, now: float) -> Entry | None:
-        """Give the most urgent waiting group to ``scorer``; ``None`` if none waits."""
+        """Give the most urgent waiting group to ``scorer``; ``None``: none waits, or it must first end what it has."""
         while self._waiting:
-            _, ordinal, attempt = heapq.heappop(self._waiting)
+            _, ordinal, attempt = self._waiting[0]
             work = self._works.get(ordinal)
-            if work is None or work.scorer or work.entry.attempt != attempt:
+            is_stale = work is None or work.scorer or work.entry.attempt != attempt
+            if work is not None and not is_stale and self._must_end_first(scorer, work):
+                return None
+            heapq.heappop(self._waiting)
+            if work is None or is_stale:
                 continue
             if not self._leased:
                 self._counted_to = now
@@ -98,12 +107,14 @@ class StageQueue:
         self._end_lease(work)
         self._offer(work.entry)
 
-    def lose(self, scorer: str) -> int:
-        """A scorer is gone: all that it has goes back; returns how many."""
-        mine = [ordinal for ordinal, work in self._leased.items() if work.scorer == scorer]
-        self._give_all_back(mine)
+    def lose(self, scorer: str, *, died: bool) -> list[Work]:
+        """A scorer is gone: all that it has goes back, and is suspect if it ``died``; returns it."""
+        mine = [work for work in self._leased.values() if work.scorer == scorer]
+        for work in mine:
+            work.deaths += died
+        self._give_all_back([work.entry.ordinal for work in mine])
         del self.leases[scorer]
-        return len(mine)
+        return mine
 
     def expire(self, now: float, limit_s: float) -> None:
         """What was leased for longer than ``limit_s`` goes back."""
@@ -130,6 +141,11 @@ class StageQueue:
             "waiting": self.waiting,
             "leased": len(self._leased),
         }
+
+    def _must_end_first(self, scorer: str, work: Work) -> bool:
+        """Whether one of both, this work and what the scorer has, is suspect."""
+        has = [w for w in self._leased.values() if w.scorer == scorer] if self.leases[scorer] else []
+        return bool(has) and (work.deaths > 0 or any(w.deaths for w in has))
 
     def _give_all_back(self, ordinals: list[int]) -> None:
         for ordinal in ordinals:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def without_effect(config: Config) -> dict[str, str]:
-    """Keys ``section.key`` that change nothing here, and why."""
+    """Keys ``section.key`` that change nothing here, and why; of several reasons the last is told."""
     return dict(_without_effect(config))
 
 
@@ -52,6 +52,15 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     algorithm, task, reward = config.algorithm, config.task, config.reward
     if config.learner.lr_schedule == "constant":
         yield "learner.kl_target", "learner.lr_schedule = 'constant'"
+    if config.learner.ranks == 1:
+        for name in ("checksum_every", "timeout_s"):
+            yield f"learner.{name}", "learner.ranks = 1"
+    if algorithm.minibatches * algorithm.epochs == 1:
+        once = "one update a step (algorithm.minibatches = algorithm.epochs = 1)"
+        yield "algorithm.value_clip", f"{once}: values are still the old ones"
+        if algorithm.proximal == "recomputed":
+            for name in ("clip_low", "clip_high", "dual_clip"):
+                yield f"algorithm.{name}", f"algorithm.proximal = 'recomputed' and {once}: the ratio is 1"
     if algorithm.advantage != "gae":
         for name in ("critic", "gamma", "lam", "value_coef", "value_clip"):
             yield f"algorithm.{name}", f"algorithm.advantage = {algorithm.advantage!r}"
@@ -83,6 +92,12 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
             yield f"reward.{name}", "reward.judge = 0"
     if not task.environment:
         yield "task.max_turns", "task.environment = ''"
+    else:
+        yield "task.verifier", f"task.environment = {task.environment!r}, which gives the reward"
+        if task.name != "jsonl":
+            yield "task.name", f"task.environment = {task.environment!r}, which brings the problems"
+        if task.environment != "calculator" or task.data:
+            yield "task.digits", f"task.environment = {task.environment!r}"
     if task.name != "reasoning_gym":
         yield "task.dataset", f"task.name = {task.name!r}"
     if config.actors.engine != "mock":
@@ -121,6 +136,11 @@ def _contradictions(config: Config) -> Iterator[str]:
         )
     yield from _algorithm_contradictions(config)
     yield from _reward_contradictions(config)
+    if config.task.timeout_s >= buffer.lease_s:
+        yield (
+            f"task.timeout_s = {config.task.timeout_s:g} is not below buffer.lease_s = {buffer.lease_s:g}: a group "
+            "whose verifier hangs would go to others before that is known, again and again; raise buffer.lease_s"
+        )
     if algorithm.minibatches > buffer.groups_per_step:
         yield (
             f"algorithm.minibatches = {algorithm.minibatches} > buffer.groups_per_step = "
@@ -130,6 +150,12 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield (
             f"learner.ranks = {config.learner.ranks} but a mini-batch has only "
             f"{buffer.groups_per_step // algorithm.minibatches} groups: raise buffer.groups_per_step"
+        )
+    if buffer.max_uses > buffer.max_staleness + 1:
+        yield (
+            f"buffer.max_uses = {buffer.max_uses} is never reached: within buffer.max_staleness = "
+            f"{buffer.max_staleness} a group meets at most {buffer.max_staleness + 1} steps; lower it, or raise "
+            "buffer.max_staleness"
         )
     if config.actors.placement == "colocated" and buffer.max_staleness > 0:
         yield (

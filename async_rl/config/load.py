@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from async_rl.config.checks import without_effect
+from async_rl.config.recipes import without_tuning
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 
@@ -24,6 +25,8 @@ def preset_names() -> list[str]:
 
 def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
     """Read a preset or a TOML file, apply ``key.path=value`` overrides, validate.
+
+    A recipe that is named by an override wins over the file where the file tuned another algorithm.
 
     Raises:
         ConfigError: no such file, bad TOML, unknown key (names the nearest), or a value that fails its check.
@@ -48,6 +51,9 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source} is not valid TOML: {error}") from None
+    if any(override.partition("=")[0].strip() == "algorithm.name" for override in overrides):
+        given = dict(_parse_override(override) for override in overrides)
+        raw = without_tuning(raw, given["algorithm.name"])
     for override in overrides:
         _apply(raw, override)
     return parse_config(raw)
@@ -92,22 +98,29 @@ def _toml_value(value: Any) -> str:
 
 def _apply(raw: dict[str, Any], override: str) -> None:
     """Set one key; an empty value takes it away, so that its default holds."""
-    key, found, text = override.partition("=")
-    if not found or not key.strip():
-        raise ConfigError(f"--set {override!r}: write it as section.key=value")
-    try:
-        value = tomllib.loads(f"v = {text.strip()}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
-    node, parts = raw, key.strip().split(".")
+    key, value = _parse_override(override)
+    node, parts = raw, key.split(".")
     for part in parts[:-1]:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
             raise ConfigError(f"--set {override!r}: {part!r} is a value, not a section")
-    if text.strip():
-        node[parts[-1]] = value
-    else:
+    if value is None:
         node.pop(parts[-1], None)
+    else:
+        node[parts[-1]] = value
+
+
+def _parse_override(override: str) -> tuple[str, Any]:
+    """Key and value of ``key=value``; the value is None where nothing stands behind the sign."""
+    key, found, text = override.partition("=")
+    if not found or not key.strip():
+        raise ConfigError(f"--set {override!r}: write it as section.key=value")
+    if not text.strip():
+        return key.strip(), None
+    try:
+        return key.strip(), tomllib.loads(f"v = {text.strip()}")["v"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), text.strip()
 
 
 def _explain(loc: tuple[int | str, ...], kind: str, message: str, value: Any) -> str:

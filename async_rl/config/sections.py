@@ -35,8 +35,8 @@ class ModelConfig(Section):
     """Which language model is trained."""
 
     path: str = "tiny"
-    """A Hugging Face model folder; or ``tiny``, ``tiny-tools`` (built and briefly supervised on the spot) or ``smollm2``
-    (fetched)."""
+    """A Hugging Face model folder; or ``tiny``, ``tiny-tools`` (built and briefly supervised on the spot) or
+    ``smollm2`` (fetched)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of engine and learner; master weights and log-probabilities are float32 always."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -72,8 +72,8 @@ class TaskConfig(Section):
     holdout: int = Field(500, ge=1)
     """Problems that are never trained on, for evaluation; at most a fifth of the data."""
     timeout_s: float = Field(10.0, gt=0)
-    """Time limit of one verifier call (one group), or of one call of an environment (one turn); a call that passes it is
-    killed and counted."""
+    """Time limit of one verifier call (one group), or of one call of an environment (one turn); a call that passes it
+    is killed and counted."""
     verifiers: int = Field(1, ge=1)
     """Child processes per actor for the verifier, or for the episodes of the environment."""
 
@@ -256,7 +256,7 @@ class LearnerConfig(Section):
     kl_target: float = Field(0.01, gt=0)
     """Target of the adaptive schedule (KL between behaviour and current policy)."""
     critic_lr: float = Field(0.0, ge=0)
-    """Learning rate of the critic's own parameters; 0: ``lr``."""
+    """Learning rate of the critic's own parameters; 0: 10 times ``lr`` for a head, ``lr`` for a model."""
     warmup_steps: int = Field(0, ge=0)
     """Linear warm-up of the learning rate."""
     weight_decay: float = Field(0.0, ge=0)

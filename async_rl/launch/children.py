@@ -38,6 +38,8 @@ class Child:
     cpu_s: float = 0.0
     """User and system seconds of it and of its waited-for children, known after the end."""
     started: float = field(default_factory=time.monotonic)
+    log_start: int = 0
+    """Size of the log before: what stands there was written by earlier lives."""
 
     @classmethod
     def start(cls, name: str, command: Sequence[str], log: Path, env: Mapping[str, str]) -> Child:
@@ -48,6 +50,7 @@ class Child:
         parent = os.getpid()
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as sink:
+            log_start = sink.tell()
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -57,7 +60,7 @@ class Child:
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(parent),
             )
-        return cls(name, tuple(command), log, process)
+        return cls(name, tuple(command), log, process, log_start=log_start)
 
     @property
     def pid(self) -> int:
@@ -79,8 +82,16 @@ class Child:
             os.killpg(self.pid, number)
 
     def tail(self, lines: int = 15) -> list[str]:
-        """The last lines of its log."""
-        return tail(self.log, lines)
+        """The last lines that it wrote to its log."""
+        return tail(self.log, lines, self.log_start)
+
+    def cause(self) -> str | None:
+        """What it said itself about why it ended; ``None`` if it was killed, which it cannot have known."""
+        return cause(self.log, self.log_start) if (self.poll() or 0) > 0 else None
+
+    def killed_rank(self) -> str | None:
+        """Which rank of a learner group was killed, see :func:`killed_rank`."""
+        return killed_rank(self.log, self.log_start)
 
     def describe_end(self) -> str:
         """How it ended, as the end of a sentence."""
@@ -93,13 +104,13 @@ class Child:
         return f"ended with exit code {code}"
 
 
-def tail(log: Path, lines: int) -> list[str]:
-    """The last lines of a text file, read from its end; what torchrun adds about a rank's end is left out."""
+def tail(log: Path, lines: int, start: int = 0) -> list[str]:
+    """The last lines of a text file behind byte ``start``; what torchrun adds about a rank's end is left out."""
     if not log.is_file():
         return []
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _TAIL_BYTES))
+        file.seek(max(start, size - _TAIL_BYTES))
         text = file.read().decode("utf-8", "replace")
     return list(deque(_without_agent_report(text.splitlines()), maxlen=lines))
 
@@ -119,17 +130,17 @@ def _without_agent_report(lines: Iterable[str]) -> Iterator[str]:
                 reporting, rulers = True, 0
 
 
-def killed_rank(log: Path) -> str | None:
+def killed_rank(log: Path, start: int = 0) -> str | None:
     """Which rank of a learner group was ended by which signal, as torchrun saw it; ``None`` if none was."""
-    found = [match for line in tail(log, 400) if (match := _RANK_FAILED.search(line))]
+    found = [match for line in tail(log, 400, start) if (match := _RANK_FAILED.search(line))]
     if not found or int(found[-1][1]) >= 0:
         return None
     return f"rank {found[-1][2]} was ended by {signal.Signals(-int(found[-1][1])).name}"
 
 
-def cause(log: Path) -> str | None:
+def cause(log: Path, start: int = 0) -> str | None:
     """The sentence in which one of our processes said why it ends, else the last exception line, else ``None``."""
-    recent = tail(log, 400)
+    recent = tail(log, 400, start)
     for pattern in (r"(?:\[.*?\]:)?async-rl: (.+)", r"(?:\[.*?\]:)?(\w[\w.]*(?:Error|Exception)\b.*)"):
         found = [match[1] for line in recent if (match := re.match(pattern, line)) and "ChildFailedError" not in line]
         if found:

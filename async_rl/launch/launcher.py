@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_rl.errors import AsyncRLError
-from async_rl.launch.children import Child, become_subreaper, cause, end_all, end_descendants, killed_rank, wait_all
+from async_rl.launch.children import Child, become_subreaper, end_all, end_descendants, wait_all
 from async_rl.launch.commands import Commands
 from async_rl.launch.interfaces import Display, Monitor, Outcome, Status
 from async_rl.launch.interrupts import Interrupts
@@ -113,6 +113,8 @@ class Launcher:
 
     def _start_server(self) -> tuple[str, str]:
         note = self.commands.out / "server.json"
+        if before := str(read_json(note).get("run_id", "")):  # the life before may have been killed with its launcher
+            self.cleanup(before)
         note.unlink(missing_ok=True)
         server = self._start("server", self.commands.server())
         deadline = time.monotonic() + SERVER_START_S
@@ -217,7 +219,7 @@ class Launcher:
     def _failure(self, stop: Mapping[str, Any]) -> str:
         """The server's sentence, and which rank was killed, or the end of the learner's log if it holds a traceback."""
         reason, learner = str(stop["reason"]), self.children[1]
-        killed = killed_rank(learner.log)
+        killed = learner.killed_rank()
         if killed:
             return f"{reason}; {killed}"
         return f"{reason}\n{last_lines(learner)}" if any("Traceback" in line for line in learner.tail(60)) else reason
@@ -255,7 +257,7 @@ class Launcher:
         worker.child = None
         worker.restart_at = time.monotonic() + BACKOFF_S * 2**worker.restarts if again else None
         end = "starts again" if again else "is given up"
-        why = cause(child.log)
+        why = child.cause()
         self.display.note(f"{worker.name} {child.describe_end()} and {end}{f': {why}' if why else ''}; {_see(child)}")
 
     # -- end
@@ -282,7 +284,7 @@ def scorer_names(scorers: Mapping[str, int]) -> list[tuple[str, str]]:
 
 def describe(child: Child) -> str:
     """Why a process ended: its own sentence if it left one, and the last lines of its log."""
-    why = killed_rank(child.log) or cause(child.log)
+    why = child.killed_rank() or child.cause()
     return f"{child.name} {child.describe_end()}{f': {why}' if why else ''}\n{last_lines(child)}"
 
 

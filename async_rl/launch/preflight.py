@@ -144,20 +144,6 @@ def check_model_folder(folder: Path, setting: str = "model.path", kinds: tuple[s
         raise ConfigError(f"{setting} = {str(folder)!r}: {architectures} is no {what} model")
 
 
-def check_data(config: Config) -> tuple[int, int]:
-    """Read the problems; numbers of training and held-out problems.
-
-    Raises:
-        ConfigError: no such file, bad lines, no problems, or fewer than a step needs.
-    """
-    from async_rl.tasks import load_task
-
-    data = load_task(config.task, config.seed)
-    if not len(data.train):
-        raise ConfigError(f"task {config.task.data or config.task.name}: no problems are left to train on")
-    return len(data.train), len(data.heldout)
-
-
 def check_verifier(spec: str, env: Mapping[str, str]) -> None:
     """Import the user's verifier in a process of its own.
 
@@ -239,20 +225,6 @@ def check_connect(address: str) -> None:
     """
     if not re.fullmatch(r"tcp://(\[[^\]]+\]|[^:/*]+):\d+", address):
         raise ConfigError(f"--connect {address!r}: write it as tcp://HOST:PORT, as the learner host printed it")
-
-
-def check_chat_template(config: Config, model: Path) -> None:
-    """Check that the tokenizer can wrap prompts in a chat template, if it has to.
-
-    Raises:
-        ConfigError: ``task.chat`` is set and the model folder holds no template.
-    """
-    files = (model / "chat_template.jinja", model / "chat_template.json")
-    if not config.task.chat or any(file.is_file() for file in files):
-        return
-    settings = model / "tokenizer_config.json"
-    if not settings.is_file() or "chat_template" not in json.loads(settings.read_text()):
-        raise ConfigError(f"task.chat = true, but {model} has no chat template: set task.chat = false")
 
 
 def check_limits(config: Config, model: Path) -> None:

@@ -27,8 +27,12 @@ def check_role(config: Config, role: str) -> None:
         raise ConfigError(f"--role {role}: no {role} scorer is needed; {why}")
 
 
-def check_reward(config: Config) -> None:
+def check_reward(config: Config, env: Mapping[str, str] | None = None) -> None:
     """Check the sources of ``[reward]`` that have a weight.
+
+    Args:
+        config: of the run.
+        env: environment of a process that runs the user's code; None: this one's.
 
     Raises:
         ConfigError: the reward model's folder, the judge's address or what it is asked is wrong.
@@ -37,7 +41,7 @@ def check_reward(config: Config) -> None:
         check_model_folder(Path(config.reward.model_path).expanduser(), "reward.model_path", CLASSIFIER)
     if config.reward.judge != 0:
         check_judge_url(config.reward.judge_url)
-        check_judge_prompt(config)
+        check_judge_prompt(config, env)
 
 
 def check_judge_url(url: str) -> None:
@@ -57,7 +61,7 @@ def check_judge_url(url: str) -> None:
         raise ConfigError(f"reward.judge_url = {url!r}: leave /chat/completions away, it is added")
 
 
-def check_judge_prompt(config: Config) -> None:
+def check_judge_prompt(config: Config, env: Mapping[str, str] | None = None) -> None:
     """Check the names in braces of ``reward.judge_prompt`` against the columns of the data.
 
     Raises:
@@ -65,7 +69,7 @@ def check_judge_prompt(config: Config) -> None:
     """
     from async_rl.tasks import load_task
 
-    columns = load_task(config.task, config.seed).train[0].columns
+    columns = load_task(config.task, config.seed, env).train[0].columns
     known = ["prompt", "completion", "finish_reasons", *columns]
     named = names_in(config.reward.judge_prompt)
     if "completion" not in named:

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from async_rl.config import Config, load_config, to_toml
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.launch import preflight, roles
-from async_rl.launch.children import Child, cause, end_all, end_descendants, wait_all
+from async_rl.launch import preflight, roles, task_checks
+from async_rl.launch.children import Child, end_all, end_descendants, wait_all
 from async_rl.launch.commands import Commands, assign_gpus, visible_gpus
 from async_rl.launch.interfaces import Monitor, Outcome
 from async_rl.launch.interrupts import Interrupts
@@ -24,7 +24,7 @@ from async_rl.launch.launcher import MAX_RESTARTS, Launcher, describe, scorer_na
 from async_rl.launch.overview import num_parameters, print_overview
 from async_rl.launch.progress import make_console, make_display
 from async_rl.report.trace import write_trace
-from async_rl.runfolder import RunFolder, write_atomically
+from async_rl.runfolder import RunFolder, read_json, write_atomically
 from async_rl.summary import write_summary
 
 
@@ -98,9 +98,12 @@ def _check_host(
         return
     if role == "actor":
         preflight.check_engine(config)
-    preflight.check_data(config)
+    task_checks.check_data(config, env)
     if config.reward.placement == ("actor" if role == "actor" else "scorer"):
-        roles.check_reward(config)
+        roles.check_reward(config, env)
+    if role == "actor":
+        task_checks.check_chat_template(config, env, model)
+        task_checks.check_environment(config, env, lambda: interrupts.count > 0)
 
 
 def _keep_alive(name: str, command: Sequence[str], log: Path, env: dict[str, str], interrupts: Interrupts) -> int:
@@ -117,7 +120,7 @@ def _keep_alive(name: str, command: Sequence[str], log: Path, env: dict[str, str
             return interrupts.exit_code
         if child.exit_code == 0:
             return 0
-        if child.exit_code is not None and child.exit_code > 0 and cause(log):
+        if child.exit_code is not None and child.exit_code > 0 and child.cause():
             break  # it said itself why it cannot go on; another life would end the same way
         if attempt < MAX_RESTARTS:
             print(f"{name} {child.describe_end()} and starts again; see {log}", flush=True)
@@ -138,6 +141,7 @@ def _configure(
         raise ConfigError("--resume continues in the run's own folder; leave --out away")
     if not (resume / "config.toml").is_file():
         raise ConfigError(f"--resume {resume}: no config.toml there, so it is no run folder")
+    _refuse_running(resume)
     checkpoint = RunFolder(resume).latest_checkpoint()
     if checkpoint is None:
         raise ConfigError(f"--resume {resume}: no complete checkpoint in {resume / 'checkpoints'}; start the run again")
@@ -157,6 +161,21 @@ def _configure(
     return config, resume.resolve(), checkpoint.resolve()
 
 
+def _refuse_running(folder: Path) -> None:
+    """Two runs in one folder would write the same files.
+
+    Raises:
+        ConfigError: a server still serves it on this host.
+    """
+    pid = read_json(folder / "server.json").get("pid")
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return
+    if "async_rl.buffer.server" in command and folder.resolve().name in command:
+        raise ConfigError(f"--resume {folder}: its run still goes on (server process {pid}); stop that one first")
+
+
 def _check(
     config: Config, env: dict[str, str], out: Path, console: Console, interrupts: Interrupts, *, with_actors: bool
 ) -> Path:
@@ -165,9 +184,9 @@ def _check(
     if with_actors:
         preflight.check_engine(config)
     preflight.check_verifier(config.task.verifier, env)
-    preflight.check_data(config)
+    task_checks.check_data(config, env)
     if with_actors:
-        roles.check_reward(config)
+        roles.check_reward(config, env)
     model = preflight.ensure_model(
         config, env, out / "logs" / "warmup.log", console.print, lambda: interrupts.count > 0
     )
@@ -176,7 +195,8 @@ def _check(
             config, model, env, out / "logs" / "warmup.log", console.print, lambda: interrupts.count > 0
         )
     preflight.check_limits(config, model)
-    preflight.check_chat_template(config, model)
+    task_checks.check_chat_template(config, env, model)
+    task_checks.check_environment(config, env, lambda: interrupts.count > 0)
     preflight.check_shared_memory((num_parameters(model) or 0) * 4)
     return model
 

@@ -10,6 +10,7 @@ write: ``f(prompts, completions, **columns) -> list[float]``.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from async_rl.errors import ConfigError
@@ -23,11 +24,16 @@ if TYPE_CHECKING:
 __all__ = ["Problem", "TaskData", "load_task"]
 
 
-def load_task(task: TaskConfig, seed: int) -> TaskData:
+def load_task(task: TaskConfig, seed: int, env: Mapping[str, str] | None = None) -> TaskData:
     """Build the problems that ``task`` asks for.
 
     Which problems are held out depends on the task alone, never on ``seed``: every run is measured on the same ones.
     The seed orders the training problems.
+
+    Args:
+        task: what is asked for.
+        seed: of the run.
+        env: environment of the process that lists the problems of a user's class; None: this one's.
 
     Raises:
         ConfigError: the data file or a setting of the task is wrong.
@@ -35,7 +41,7 @@ def load_task(task: TaskConfig, seed: int) -> TaskData:
     keyed: list[tuple[object, Problem]]
     verifier = exact.VERIFIER
     if task.environment and not task.data:
-        keyed = list(environment_problems(task.environment, task.digits))
+        keyed = list(environment_problems(task.environment, task.digits, env))
     elif task.name == "addition":
         keyed = list(addition.problems(task.digits))
     elif task.name == "sorting":
@@ -49,9 +55,10 @@ def load_task(task: TaskConfig, seed: int) -> TaskData:
         keyed = list(table.problems(task.data, needs_answer=needs_answer, chat=task.chat))
     train, heldout = hold_out(keyed, task.holdout)
     if not train or not heldout:
+        setting = "data" if task.data else "environment" if task.environment else "digits"
         raise ConfigError(
-            f"task.{'data' if task.data else 'digits'} = {task.data or task.digits!r}: {len(keyed)} problems are too "
-            "few to hold some out; give at least five different ones"
+            f"task.{setting} = {getattr(task, setting)!r}: {len(keyed)} problems are too few to hold some out; give at "
+            "least five different ones"
         )
     random.Random(f"train-order-{seed}").shuffle(train)
     return TaskData(train=train, heldout=heldout, verifier=task.verifier or verifier)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import ConfigError
+from async_rl.tasks.problem import is_plain
 
-_PLAIN = (str, int, float, bool, type(None))
 _SPLIT = "train"
 
 
@@ -27,7 +27,7 @@ def rows(data: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for index, row in enumerate(_load(data)):
         where = f"{data}, row {index}"
         for column, value in row.items():
-            if not _is_plain(value):
+            if not is_plain(value):
                 raise ConfigError(
                     f"{where}: column {column!r} holds {type(value).__name__}; keep text, numbers, lists and "
                     "structures of them, and remove the others (remove_columns)"
@@ -59,11 +59,3 @@ def _load(data: str) -> Any:
             )
         loaded = loaded[_SPLIT]
     return loaded.with_format(None)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
-    return isinstance(value, _PLAIN)

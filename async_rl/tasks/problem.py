@@ -23,6 +23,15 @@ class Problem:
     """Messages of a chat before the prompt, which is its last one; only with ``task.chat``."""
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a column's value is what JSON can hold: text, numbers, lists and structures of them."""
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and is_plain(v) for k, v in value.items())
+    return isinstance(value, str | int | float | bool | None)
+
+
 @dataclass(frozen=True, slots=True)
 class TaskData:
     """The problems of a task and who scores the answers."""

@@ -10,6 +10,7 @@ A prompt is text, or with ``task.chat`` a list of messages ``{"role": ..., "cont
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ def problems(data: str, *, needs_answer: bool, chat: bool) -> Iterator[tuple[obj
         elif row.keys() != columns:
             names = ", ".join(sorted(row.keys() ^ columns))
             raise ConfigError(f"{where}: columns differ from the first row's ({names})")
+        if needs_answer:
+            _check_answer(row["answer"], where)
         yield _problem(row, where, chat)
     if columns is None:
         raise ConfigError(f"task.data = {data!r} holds no problems")
@@ -80,6 +83,18 @@ def _check_text(prompt: Any, where: str) -> None:
         prompt.encode()
     except UnicodeEncodeError:
         raise ConfigError(f"{where}: 'prompt' holds half of a surrogate pair, which no tokenizer can read") from None
+
+
+def _check_answer(answer: Any, where: str) -> None:
+    """Refuse what exact match would compare with by accident: ``None``, nothing at all, a list, nan."""
+    if isinstance(answer, int) or (isinstance(answer, str) and answer.strip()):
+        return
+    if isinstance(answer, float) and math.isfinite(answer):
+        return
+    raise ConfigError(
+        f"{where}: 'answer' is {answer!r:.60}; exact match needs text that is not blank, or a number; correct or remove "
+        "the row, or set task.verifier = 'module:function'"
+    )
 
 
 def _check_columns(columns: frozenset[str], data: str, needs_answer: bool) -> None:

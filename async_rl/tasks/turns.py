@@ -3,7 +3,8 @@
     sampled, end token │ <user> observation <end> <assistant> │ sampled, end token ...      no template: the text alone
                          before                after
 
-Only the part between is ever rendered, from dummy conversations: what was sampled stays as it is.
+Only the part between is ever rendered, from dummy conversations: what was sampled stays as it is. The observation is
+text: a control token that stands in it is spelled out (``spelling``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rl.errors import ConfigError
+from async_rl.tasks.spelling import encode, guard
 
 _DUMMIES = (("alpha", "beta", "gamma"), ("one", "two three", "[4+5]"))
 """Question, answer and observation of each conversation that is rendered."""
@@ -41,11 +43,11 @@ def observation_encoder(tokenizer: Any, stop_ids: Sequence[int], *, chat: bool) 
     """
     wrapping = template_wrapping(tokenizer, stop_ids) if chat else Wrapping("", "")
 
-    def encode(observation: str) -> tuple[int, ...]:
-        text = wrapping.before + observation + wrapping.after
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    def observe(observation: str) -> tuple[int, ...]:
+        (guarded,), marks = guard(tokenizer, [observation])
+        return tuple(encode(tokenizer, wrapping.before + guarded + wrapping.after, marks, add_special_tokens=False))
 
-    return encode
+    return observe
 
 
 def template_wrapping(tokenizer: Any, stop_ids: Sequence[int]) -> Wrapping:

@@ -30,6 +30,8 @@ class Obedient:
             raise KeyError("no such " + value)
         if order == "exit":
             raise SystemExit(3)
+        if order == "cancelled":
+            raise asyncio.CancelledError("a task that it awaited was cancelled")
         if order == "vanish":
             os._exit(3)
         if order == "block":
@@ -108,6 +110,7 @@ def test_many_episodes_are_played_side_by_side_and_closed_at_their_end(make_pool
     [
         ("raise thing", "error", "KeyError: 'no such thing'"),
         ("exit", "error", "SystemExit"),
+        ("cancelled", "error", "CancelledError: a task that it awaited was cancelled"),
         ("return None", "bad_result", "act returned NoneType, not a Turn"),
         ("return Turn(3, 0.0, False)", "bad_result", "int as the observation"),
         ("return Turn('x', nan, False)", "bad_result", "reward nan, not a finite number"),
@@ -184,7 +187,9 @@ def test_a_dropped_episode_is_cancelled_in_the_middle_of_a_call(make_pool, tmp_p
     pool.poll()
     pool.drop(episode)
     assert pool.pending == 0
-    opened(pool, 1)
+    deadline = time.monotonic() + 20.0
+    while not log.exists() and time.monotonic() < deadline:  # the close comes between other calls
+        opened(pool, 1)
     assert log.read_text() == "closed\n"
 
 

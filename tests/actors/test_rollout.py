@@ -409,6 +409,13 @@ def test_tickets_that_cross_its_message_are_left_to_the_server():
     assert engine.queue == rollout.in_flight() == []
 
 
+def test_an_empty_list_of_tickets_lets_an_actor_sleep_that_is_awake_for_nothing():
+    engine = Engine()
+    _, server, _, _ = roll([[], [], tickets(), [], version(1), [], []], engine=engine, config=colocated())
+    assert engine.calls == [0, "sleep", "wake", 1]
+    assert [kind for kind, _ in server.sent if kind in ("live", "asleep")] == ["live", "asleep", "live"]
+
+
 class Scripted:
     """A player that fails or finishes a job as its ordinal says."""
 

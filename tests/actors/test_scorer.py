@@ -51,7 +51,7 @@ class Readable:
 
 
 class Server(Readable):
-    """Hands out the turns of a script, then stops; a turn is a list of groups to lease or a function."""
+    """Hands out the turns of a script, then stops; a turn is a list of groups to lease, a header, or a function."""
 
     def __init__(self, *script):
         super().__init__()
@@ -64,6 +64,8 @@ class Server(Readable):
         groups = turn() if callable(turn) else turn
         if not groups:
             return []
+        if isinstance(groups, dict):
+            return [(groups, [])]
         header, *frames = encode_groups("lease", groups, lease_s=10.0)
         return [(unpack_header(header), frames)]
 
@@ -151,6 +153,31 @@ def test_many_failures_in_a_row_end_the_run_and_say_why():
     (fatal,) = server.of("fatal")
     assert fatal["reason"].startswith("reward0: 16 groups in a row could not be scored (verifier_error)")
     assert fatal["reason"].endswith("no such thing")
+
+
+def acked(ordinal, outcome, reason=""):
+    return {"type": "ack", "results": [[ordinal, 0, outcome, reason]]}
+
+
+def test_a_scorer_whose_annotations_are_refused_again_and_again_ends_the_run():
+    stage = Held()
+    turns = [turn for i in range(16) for turn in ([group(i)], stage.finish(1), acked(i, "refused", "bad_ref_logprobs"))]
+    server = Server(*turns[:-1])
+    scorer(server, stage).run()
+    assert not server.of("fatal")
+    server = Server(*turns)
+    scorer(server, Held()).run()
+    (fatal,) = server.of("fatal")
+    assert fatal["reason"].startswith("reward0: 16 groups in a row could not be scored (bad_ref_logprobs)")
+    assert "the server refused what was added to ordinal 15 attempt 0" in fatal["reason"]
+
+
+def test_a_useful_annotation_among_them_begins_the_row_anew():
+    for outcome in (("accepted", ""), ("filtered", "zero_variance")):
+        refused = [acked(i, "refused", "bad_ref_logprobs") for i in range(30)]
+        server = Server(*refused[:15], acked(99, *outcome), *refused[15:])
+        scorer(server, Held()).run()
+        assert not server.of("fatal")
 
 
 def test_the_heartbeat_says_what_is_held_and_for_how_long():

@@ -22,6 +22,7 @@ def test_an_unknown_key_names_the_nearest_known_one():
         ({"steps": 0}, "steps"),
         ({"sampling": {"top_p": 0.9}}, "set sampling.top_p = 1"),
         ({"sampling": {"group_size": 1}}, "no relative advantage"),
+        ({"buffer": {"lease_s": 10}}, "task.timeout_s = 10 is not below buffer.lease_s = 10"),
         ({"algorithm": {"minibatches": 65}}, "needs at least one group"),
         ({"learner": {"ranks": 65}}, "raise buffer.groups_per_step"),
         ({"learner": {"kl_target": 0.1}}, "has no effect"),
@@ -132,8 +133,17 @@ def test_an_override_with_an_empty_value_brings_the_default_back():
         ({"reward": {"model_path": "rm"}}, "reward.model = 0"),
         ({"reference": {"placement": "scorer"}}, "algorithm.kl_coef = 0"),
         ({"task": {"max_turns": 3}}, "task.environment = ''"),
+        ({"task": {"environment": "guess", "verifier": "a:b"}}, "task.environment = 'guess', which gives the reward"),
+        ({"task": {"environment": "guess", "name": "sorting"}}, "task.environment = 'guess', which brings the problems"),
+        ({"task": {"environment": "guess", "digits": 3}}, "task.environment = 'guess'"),
         ({"task": {"dataset": "basic_arithmetic"}}, "task.name = 'addition'"),
         ({"actors": {"mock_tokens": 3}}, "actors.engine = 'torch'"),
+        ({"learner": {"checksum_every": 5}}, "learner.ranks = 1"),
+        ({"learner": {"timeout_s": 5.0}}, "learner.ranks = 1"),
+        ({"algorithm": {"value_clip": 0.1}}, "algorithm.advantage = 'grpo'"),
+        ({"algorithm": {"name": "ppo", "value_clip": 0.1}}, "one update a step"),
+        ({"algorithm": {"proximal": "recomputed", "clip_high": 0.3}}, "algorithm.proximal = 'recomputed' and one"),
+        ({"algorithm": {"proximal": "recomputed", "dual_clip": 3.0}}, "algorithm.proximal = 'recomputed' and one"),
     ],
 )
 def test_a_setting_without_effect_is_refused_with_what_makes_it_useless(raw, knob):
@@ -155,6 +165,7 @@ def test_a_setting_without_effect_is_refused_with_what_makes_it_useless(raw, kno
         ({"algorithm": {"age_decay": 0.5}, "buffer": {"max_staleness": 0}}, "remove them"),
         ({"algorithm": {"proximal": "interpolated"}, "buffer": {"max_staleness": 0}}, "every token has age 0"),
         ({"actors": {"placement": "colocated"}}, "set buffer.max_staleness = 0"),
+        ({"buffer": {"max_uses": 2, "max_staleness": 0}}, "buffer.max_uses = 2 is never reached"),
         ({"sampling": {"group_size": 1}}, "algorithm.name = 'ppo'"),
         ({"reward": {"verifier": 0.0}}, "nothing would be rewarded"),
         ({"reward": {"model": 1.0}}, "needs reward.model_path"),
@@ -213,3 +224,26 @@ def test_importance_weighting_with_a_correction_or_a_plain_base_is_allowed():
     corrected = {"algorithm": {"loss": "importance", "proximal": "recomputed", "correction": "truncate"}}
     assert parse_config(corrected).algorithm.correction == "truncate"
     assert parse_config({"algorithm": {"loss": "importance"}}).algorithm.proximal == "behaviour"
+
+
+def test_a_recipe_named_by_an_override_wins_over_what_the_file_tuned_for_another():
+    file, gspo = load_config("arithmetic").algorithm, load_config("arithmetic", ["algorithm.name=gspo"]).algorithm
+    assert (gspo.clip_low, gspo.clip_high) == (3e-4, 4e-4)
+    assert load_config("arithmetic", ["algorithm.name=rloo"]).algorithm.clip_high == file.clip_high == 3.0
+    dapo = load_config("arithmetic", ["algorithm.name=dapo"]).algorithm
+    assert (dapo.clip_low, dapo.clip_high) == (0.2, 0.28)  # the file's 0.5 belongs to its 3.0
+    last = load_config("arithmetic", ["algorithm.clip_high=0.3", "algorithm.name=gspo"]).algorithm
+    assert last.clip_high == 0.3
+
+
+def test_a_file_that_is_tuned_for_the_named_recipe_keeps_its_keys(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('[algorithm]\nname = "gspo"\nclip_low = 0.01\nclip_high = 0.02\n')
+    again = load_config(str(file), ["algorithm.name=gspo"]).algorithm
+    assert (again.clip_low, again.clip_high) == (0.01, 0.02)
+    assert load_config(str(file), ["algorithm.name=cispo"]).algorithm.clip_high == 2.0
+
+
+def test_distillation_needs_nothing_cleared_from_a_preset():
+    config = load_config("arithmetic", ["algorithm.name=distillation", "reference.path=teacher"])
+    assert (config.algorithm.loss, config.buffer.replace_zero_variance) == ("importance", False)

@@ -1,5 +1,9 @@
 import os
 import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +59,7 @@ def test_everything_that_is_wrong_with_a_configuration_is_found_at_once(tmp_path
         "engine": "ok",
         "problems": "wrong",
         "verifier": "wrong",
+        "rewards": "ok",
         "model": "wrong",
     }
     assert found["address"].remedy.startswith("set buffer.insecure")
@@ -131,3 +136,29 @@ def test_the_mock_engine_has_no_log_probabilities_to_compare(tmp_path):
     config = parse_config({"actors": {"engine": "mock"}})
     (line,) = doctor.probe(config, {}, tmp_path)
     assert line.level == "note"
+
+
+def alive(pid):
+    """Whether a process runs; one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.real
+def test_a_probe_ends_with_the_doctor_however_that_ends(tmp_path):
+    note, deadline = tmp_path / "pid", time.monotonic() + 30.0
+    probe = f"import os, time; open({str(note)!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(1000)"
+    code = (
+        "import sys, pathlib; from async_rl.doctor import _run; "
+        f"_run([sys.executable, '-c', {probe!r}], {{}}, pathlib.Path({str(tmp_path / 'log')!r}))"
+    )
+    killed = subprocess.Popen([sys.executable, "-c", code])
+    while not (note.is_file() and note.read_text().endswith(".")):
+        assert time.monotonic() < deadline
+    pid = int(note.read_text().removesuffix("."))
+    killed.kill()
+    killed.wait(10.0)
+    while alive(pid):
+        assert time.monotonic() < deadline

@@ -72,29 +72,6 @@ def test_other_gymnasium_environments_differ_by_their_seeds():
     assert {p.columns["seed"] for p in [*data.train, *data.heldout]} == set(range(2500))
 
 
-def test_a_class_of_the_user_brings_its_problems(tmp_path, monkeypatch):
-    (tmp_path / "my_environment.py").write_text(
-        "from async_rl.tasks import Problem\n"
-        "class Good:\n"
-        "    @staticmethod\n"
-        "    def problems():\n"
-        "        for i in range(20): yield i, Problem(f'p{i}', {})\n"
-        "class Bare: pass\n"
-        "class Odd:\n"
-        "    @staticmethod\n"
-        "    def problems(): return ['p']\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    data = load("my_environment:Good")
-    assert (len(data.train), len(data.heldout)) == (16, 4)
-    with pytest.raises(ConfigError, match=r"Bare.problems\(\) cannot be had: AttributeError"):
-        load("my_environment:Bare")
-    with pytest.raises(ConfigError, match=r"must yield \(key, async_rl.tasks.Problem\), got 'p'"):
-        load("my_environment:Odd")
-    with pytest.raises(ConfigError, match="cannot be had: ModuleNotFoundError"):
-        load("no_such_module:Thing")
-
-
 def test_data_of_the_user_takes_the_place_of_the_problems(tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_text("".join(f'{{"prompt": "guess {i}: ", "secret": {i}}}\n' for i in range(10)))

@@ -416,6 +416,26 @@ def test_a_child_reports_cpu_time_and_signal(tmp_path):
     assert child.describe_end() == "was ended by SIGTERM"
 
 
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("import sys; print('async-rl: no such verifier'); sys.exit(1)", "no such verifier"),
+        ("import sys; sys.exit(1)", None),
+        ("import os; print('ConnectionResetError: of another', flush=True); os.kill(os.getpid(), 9)", None),
+    ],
+)
+def test_a_cause_is_what_this_life_said_itself_and_not_an_earlier_one_or_one_that_was_killed(tmp_path, code, why):
+    log = tmp_path / "c.log"
+    log.write_text(
+        "async-rl: of an earlier life\ntorch/distributed/elastic/x.py:1] failed (exitcode: -9) local_rank: 1\n"
+    )
+    child = Child.start("c", [sys.executable, "-c", code], log, os.environ)
+    assert launcher_module.wait_all([child], 20.0) == []
+    assert child.cause() == why
+    assert child.killed_rank() is None
+    assert "async-rl: of an earlier life" not in child.tail()
+
+
 def test_the_cause_is_our_sentence_before_torchruns_noise(tmp_path):
     log = tmp_path / "log"
     log.write_text(
@@ -578,6 +598,26 @@ def test_what_the_user_has_set_in_the_environment_stays(tmp_path):
     assert env["PYTHONPATH"] == os.pathsep.join([os.getcwd(), str(tmp_path), "/x"])
 
 
+def test_a_run_that_still_goes_on_cannot_be_resumed_beside_itself(tmp_path):
+    (tmp_path / "config.toml").write_text("")
+    arguments = ["-m", "async_rl.buffer.server", str(tmp_path / "config.toml")]
+    code = "import sys; print(1, flush=True); sys.stdin.read()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=pipe, stdout=pipe) as server:
+        assert server.stdout.readline()
+        (tmp_path / "server.json").write_text(json.dumps({"pid": server.pid}))
+        with pytest.raises(ConfigError, match=f"its run still goes on .server process {server.pid}."):
+            _configure(None, [], None, tmp_path)
+        server.stdin.close()
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
+        _configure(None, [], None, tmp_path)
+
+
+def test_a_new_life_frees_what_a_life_that_was_killed_with_its_launcher_has_left(launch, tmp_path):
+    (tmp_path / "server.json").write_text(json.dumps({"run_id": "r0"}))
+    assert launch(lambda line: line.turns == 2 and line.end_all(0)).cleaned == ["r0", "r1"]
+
+
 def test_resume_needs_a_complete_checkpoint_and_the_same_contract(tmp_path):
     from async_rl.config import parse_config, to_toml
 
@@ -598,6 +638,8 @@ def test_resume_needs_a_complete_checkpoint_and_the_same_contract(tmp_path):
         _configure(None, ["steps=4"], None, tmp_path)
     with pytest.raises(ConfigError, match="leave --out away"):
         _configure(None, [], tmp_path / "other", tmp_path)
+    (tmp_path / "server.json").write_text(json.dumps({"pid": os.getpid()}))  # a number that another program has now
+    assert _configure(None, [], None, tmp_path)[1] == tmp_path
     (tmp_path / "checkpoints/step_4/hf/model.safetensors").write_bytes(b"cut")
     with pytest.raises(ConfigError, match=r"step_4/hf/model\.safetensors is no safetensors file"):
         _configure(None, [], None, tmp_path)

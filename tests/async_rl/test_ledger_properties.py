@@ -136,8 +136,9 @@ class Schedule(RuleBasedStateMachine):
         queue = self.ledger.scoring.queues[stage]
         for fate in fates:
             waiting = queue.waiting
+            is_suspect = queue.leases[scorer] > 0 and any(work.deaths for work in queue._works.values())
             group = self.ledger.scoring.lease(stage, scorer, self.now)
-            assert (group is not None) == (waiting > 0)
+            assert (group is not None) == (waiting > 0) or is_suspect
             if group is not None:
                 self.leased.append((scorer, stage, group))
                 if fate != "keep":
@@ -180,12 +181,15 @@ class Schedule(RuleBasedStateMachine):
         assert self.ledger.books() == before
 
     @precondition(lambda self: self.leased)
-    @rule(scorer=st.sampled_from(SCORERS))
-    def scorer_dies(self, scorer):
+    @rule(scorer=st.sampled_from(SCORERS), died=st.booleans())
+    def scorer_dies(self, scorer, died):
         before = self.ledger.books()
-        self.ledger.scoring.lose(scorer)
+        _, deadly = self.ledger.lose_scorer(scorer, died=died)
         self.leased = [work for work in self.leased if work[0] != scorer]
+        before["scoring"] -= len(deadly)
+        before["filtered"] += len(deadly)
         assert self.ledger.books() == before
+        assert died or not deadly
         assert not any(queue.leases[scorer] for queue in self.ledger.scoring.queues.values())
 
     def score_all(self) -> None:
@@ -338,7 +342,7 @@ class Schedule(RuleBasedStateMachine):
                 _, ticket = self.held.pop(entry.key)
                 self.send(entry.actor, answer(ticket))
             for scorer in SCORERS:
-                books.scoring.lose(scorer)
+                books.lose_scorer(scorer, died=False)
             self.score_all()
             self.deliver()
             if books.version in self.batches:

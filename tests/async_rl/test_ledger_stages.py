@@ -174,11 +174,45 @@ def test_an_expired_lease_goes_to_another_and_the_first_answer_counts():
 def test_a_lost_scorer_s_groups_go_to_the_others_and_nothing_is_generated_again():
     books = submitted(3)
     first = [lease(books, "reward", "dying") for _ in range(2)]
-    assert books.scoring.lose("dying") == 2
+    assert books.lose_scorer("dying", died=False) == (2, [])
     assert [lease(books, "reward", "other").ordinal for _ in range(3)] == [0, 1, 2]
     assert books.books()["failed"] == 0
     # It was only slow, and comes back with what it had made.
     assert say(books, annotation(first[0], "reward"), "dying") == ("accepted", "", True)
+
+
+def test_a_group_that_kills_every_scorer_is_filtered_and_those_that_lay_beside_it_are_scored():
+    books = submitted(3, stages=("reward",))
+    for _ in range(3):
+        lease(books, "reward", "first")
+    assert books.lose_scorer("first", died=True) == (3, [])
+    for scorer, filtered in (("second", []), ("third", [(0, 0)])):  # ordinal 0 is the most urgent, and the deadly one
+        assert lease(books, "reward", scorer).ordinal == 0
+        assert books.scoring.lease("reward", scorer, 0.0) is None, "a suspect is alone"
+        assert books.lose_scorer(scorer, died=True) == (1, filtered)
+    assert books.filtered == {"scorers_died": 1}
+    for ordinal in (1, 2):
+        group = lease(books, "reward", "fourth")
+        assert group.ordinal == ordinal
+        assert books.scoring.lease("reward", "fourth", 0.0) is None
+        assert say(books, annotation(group, "reward"), "fourth") == ("accepted", "", True)
+    assert (books.books()["ready"], books.books()["scoring"], books.failed) == (2, 0, {})
+    assert books.held_bytes == 2 * make(0).nbytes
+
+
+def test_a_scorer_ends_what_it_has_before_it_gets_a_suspect():
+    books = submitted(2, stages=("reward",))
+    lease(books, "reward", "dead")
+    books.lose_scorer("dead", died=True)
+    submit_next(books, rewards=(math.nan, math.nan))
+    assert lease(books, "reward", "one").ordinal == 0
+    other = lease(books, "reward", "two")
+    assert (other.ordinal, lease(books, "reward", "two").ordinal) == (1, 2)
+    books.lose_scorer("one", died=True)
+    assert books.scoring.lease("reward", "two", 0.0) is None
+    for ordinal in (1, 2):
+        say(books, annotation(make(ordinal), "reward"), "two")
+    assert lease(books, "reward", "two").ordinal == 0
 
 
 def test_a_final_failure_filters_the_task_and_three_others_do_too():

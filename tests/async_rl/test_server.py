@@ -49,6 +49,7 @@ def cast(server, settings):
         ({"contract": "other"}, "same config.toml"),
         ({"role": "king"}, "a role of actor"),
         ({"name": ""}, "a name of 1 to 200"),
+        ({"name": "a\nb"}, "printable characters"),
         ({"role": "learner", "rank": 2, "world": 2}, "rank 2 of 2"),
         ({"role": "learner", "rank": 0, "world": 3}, "feeds 1 to 2 ranks"),
         ({"name": None}, "hello.name must be str"),

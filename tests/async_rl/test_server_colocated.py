@@ -43,8 +43,7 @@ def no_shard(learner):
 
 def test_a_complete_step_is_held_until_every_actor_that_worked_is_asleep(cast):
     learner, one, two = cast.learner(), cast.actor("one", credit=1), cast.actor("two", credit=1)
-    cast.actor("idle", credit=0)  # never had work: it holds nothing up
-    cast.actor("joining", credit=0, live=None)
+    cast.actor("joining", credit=0, live=None)  # holds nothing up
     learner.send("next", step=0)
     for actor in (one, two):
         finish(actor, actor.tickets(1))
@@ -60,6 +59,37 @@ def test_a_complete_step_is_held_until_every_actor_that_worked_is_asleep(cast):
         actor.go_live(1)
         actor.send("credit", count=1)
     assert sorted(t.ordinal for actor in (one, two) for t in actor.tickets(1)) == [2, 3]
+
+
+def test_who_is_awake_for_nothing_is_told_to_sleep_before_the_learner_trains_on_its_device(cast):
+    learner, busy = cast.learner(), cast.actor("busy", credit=2)
+    tickets = busy.tickets(2)
+    idle = cast.actor("idle")
+    assert idle.until("tickets")[0]["tickets"] == []
+    finish(busy, tickets)
+    busy.send("asleep")
+    learner.send("next", step=0)
+    told(busy)
+    assert no_shard(learner)
+    idle.send("asleep")
+    learner.until("shard")
+    late = cast.actor("late")  # its device is taken
+    assert late.until("tickets")[0]["tickets"] == []
+    late.send("asleep")
+    told(late)
+    assert not any(h["type"] in ("tickets", "version") for h, _ in late.receive(0.05)), "it is told once"
+    learner.train(0)
+    for actor in (busy, idle, late):
+        assert actor.until("version", lambda h: h["manifest"]["version"] == 1)
+
+
+def test_a_sleeper_is_woken_though_another_actor_joins_and_never_gets_ready(cast):
+    cast.learner()
+    cast.actor("joining", credit=0, live=None)
+    actor = cast.actor("one", credit=1)
+    finish(actor, actor.tickets(1))
+    actor.send("asleep")
+    assert actor.until("version", lambda h: h["manifest"]["version"] == 0), "its step lacks a group"
 
 
 def test_without_turns_nobody_is_waited_for(tmp_path):

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from fractions import Fraction
+from typing import ClassVar
 
 import pytest
 
@@ -222,7 +223,7 @@ GOOD = {"prompt": "a", "answer": "b"}
         ([GOOD, {**GOOD, "level": 1}], r"line 2: columns differ from the first row's \(level\)"),
         ([{"prompt": "a", "solution": "b"}], "no 'answer' column"),
         ([{**GOOD, "completion_ids": []}], "rename the column 'completion_ids'"),
-        ([{"prompt": f"q{i}", "answer": ""} for i in range(4)], "4 problems are too few"),
+        ([{"prompt": f"q{i}", "answer": "b"} for i in range(4)], "4 problems are too few"),
         ([GOOD] * 50, "50 problems are too few"),
     ],
 )
@@ -249,6 +250,9 @@ def test_a_list_of_one_is_refused(name):
 
 class CharacterTokenizer:
     """One id per character; 1 ends, 0 pads, both special."""
+
+    added_tokens_decoder: ClassVar = {}
+    all_special_tokens: ClassVar = []
 
     def __call__(self, text, add_special_tokens):
         return {"input_ids": ([2] if add_special_tokens else []) + [ord(c) for c in text]}

@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import ClassVar
 
 import pytest
 
@@ -84,6 +85,9 @@ def test_a_damaged_folder_is_a_config_error(tmp_path):
 
 class ChatTokenizer:
     """One id per character."""
+
+    added_tokens_decoder: ClassVar = {}
+    all_special_tokens: ClassVar = []
 
     def __call__(self, text, add_special_tokens):
         return {"input_ids": [ord(c) for c in text]}
@@ -229,3 +233,12 @@ def test_a_reasoning_gym_answer_is_scored_in_the_verifier_child():
     finally:
         pool.close()
     assert verdicts[0].rewards == [1.0, 0.0], verdicts[0]
+
+
+@pytest.mark.parametrize("answer", [None, "", " ", ["a"], {"a": 1}, float("nan"), float("inf")])
+def test_an_answer_that_nothing_can_match_on_purpose_is_refused_with_its_row(tmp_path, answer):
+    lines = [{"prompt": f"p{i}", "answer": "x"} for i in range(10)] + [{"prompt": "p", "answer": answer}]
+    path = write_jsonl(tmp_path / "data.jsonl", lines)
+    with pytest.raises(ConfigError, match=r"line 11: 'answer' is .*exact match needs text that is not"):
+        load_task(task(name="jsonl", data=path), 0)
+    load_task(task(name="jsonl", data=path, verifier="mine:score"), 0)  # a verifier may know what to make of it

@@ -1,5 +1,8 @@
 """PPO with a critic: a whole step against torch's own parts; values, checkpoints and what is published."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from oracle import Oracle
@@ -78,6 +81,20 @@ def test_values_skip_tool_output(make_updater, make_mini_batch):
     assert prepared.signals.returns_M.tolist() == pytest.approx(expected, abs=1e-6)
 
 
+def test_a_value_head_soon_predicts_what_the_prompt_tells(make_updater, make_groups, make_mini_batch):
+    groups = [
+        replace(group, rewards=np.full(len(group), float(group.arrays["tokens"][0] % 2), np.float32))
+        for group in make_groups(12)
+    ]
+    updater = make_updater(algorithm={"name": "ppo"}, learner={"lr": 1e-3})
+    found = [
+        train_step(updater._config, updater, [make_mini_batch(groups)], 3).metrics()["value/explained_variance"]
+        for _ in range(40)
+    ]
+    assert found[0] < 0
+    assert found[-1] > 0.8
+
+
 def test_the_policy_alone_is_published_under_its_own_names(make_updater):
     updater = make_updater(algorithm={"name": "ppo", "critic": "model"})
     updater.flat.data.add_(0.01)
@@ -99,7 +116,7 @@ def test_the_policy_alone_is_published_under_its_own_names(make_updater):
 def test_a_resumed_learner_with_critic_and_adaptive_kl_continues_bit_by_bit(
     tmp_path, make_model, make_updater, make_groups, make_mini_batch, critic, dtype
 ):
-    algorithm = {**PPO, "critic": critic, "kl_controller": "adaptive", "kl_target": 0.5}
+    algorithm = {**PPO, "critic": critic, "kl_controller": "adaptive", "kl_target": 0.5, "epochs": 2}
 
     def build(policy):
         return make_updater(
@@ -139,13 +156,26 @@ def test_a_checkpoint_without_the_critic_is_refused(tmp_path, make_updater):
         load_tensors(folder, make_updater(algorithm={"name": "ppo"}))
 
 
+def test_a_checkpoint_with_a_critic_does_not_resume_without_one(tmp_path, make_updater):
+    state = TrainerState(step=2, lr=1e-3, kl_coef=0.0, trained_tokens=1.0, skipped_in_row=0, contract="any")
+    folder = Checkpoints(tmp_path, 2, Tokenizer()).save(state, make_updater(algorithm={"name": "ppo"}), lambda _: None)
+    with pytest.raises(ConfigError, match=r"of a run with another algorithm\.advantage or algorithm\.critic"):
+        load_tensors(folder, make_updater())
+
+
 def test_the_critic_has_a_learning_rate_of_its_own(make_updater, make_groups, make_mini_batch):
-    updaters = [make_updater(algorithm={"name": "ppo"}, learner={"critic_lr": rate}) for rate in (0.0, 3e-4, 6e-4)]
+    updaters = [make_updater(algorithm={"name": "ppo"}, learner={"critic_lr": rate}) for rate in (0.0, 3e-3, 6e-3)]
     for updater in updaters:
         train_step(updater._config, updater, [make_mini_batch(make_groups(3))], 0)
     plain, same, double = (updater.networks.critic.head.weight.detach() for updater in updaters)
-    assert torch.equal(plain, same)  # 0 means learner.lr, 3e-4 by default
+    assert torch.equal(plain, same)  # 0 means ten times learner.lr, which is 3e-4 by default, for a head
     assert torch.allclose(double, 2 * plain, rtol=1e-3)  # the first step of Adam has the length of its rate
+    models = [
+        make_updater(algorithm={"name": "ppo", "critic": "model"}, learner={"critic_lr": rate}) for rate in (0.0, 3e-4)
+    ]
+    for updater in models:  # and learner.lr itself for a model
+        train_step(updater._config, updater, [make_mini_batch(make_groups(3))], 0)
+    assert torch.equal(models[0].flat.data, models[1].flat.data)
     policies = [updater.flat.data[updater.flat.span("policy")] for updater in updaters]
     assert torch.equal(policies[0], policies[2])
 

@@ -10,6 +10,7 @@ from async_rl.data import make_group, token_trajectory
 from async_rl.errors import AsyncRLError
 from async_rl.logprobs import token_logprobs
 from learner.batching import build_micro_batches, count_micro_batches, plan_micro_batches
+from learner.mismatch import MismatchCheck
 from learner.sequences import concatenate
 from learner.signals import Signals
 from learner.step_stats import StepStats, mean_differences
@@ -304,3 +305,13 @@ def test_the_mismatch_of_an_actor_with_the_same_weights_is_rounding(model, make_
     totals = updater.gradient(*updater.prepare([make_mini_batch([group])], version=3))
     assert float(totals["age_histogram"][0]) == 6
     assert mean_differences(totals)[0] < 1e-6
+
+
+def test_a_rank_that_has_no_token_of_the_version_points_to_the_others(make_updater, make_groups, make_mini_batch):
+    updater = make_updater()
+    (batch,) = updater.prepare([make_mini_batch(make_groups(2))], version=9)  # sampled by version 3 at most
+    totals = updater.gradient(batch)
+    totals["age_histogram"][0], totals["age_difference"][0] = 2.0, 10.0  # another rank's
+    check = MismatchCheck(updater._config, updater.networks, CPU, warns=False)
+    with pytest.raises(AsyncRLError, match=r"difference\| 5 over 2 tokens.*this rank has none of these tokens"):
+        check.check(totals, batch, version=9)
