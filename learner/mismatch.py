@@ -1,8 +1,11 @@
 """Whether actors and learner give the same log-probability to tokens that exactly these weights sampled.
 
-first update of a step ─► mean |difference| at age 0 ─┬─ none of that age ─► wait for a later step
-                                                      ├─ first one, above the limit ─► the run ends with the cause
-                                                      └─ later, above the noise ─► one warning
+first update of a step ─► mean |difference| of fresh sequences ─┬─ there are none ─► wait for a later step
+                                                                ├─ first one, above the limit ─► the run ends
+                                                                └─ later, above the noise ─► one warning
+
+A sequence is fresh if the trained version alone has sampled it:
+others may have been decoded on the KV of older weights.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from learner.logprobs import predicted_logprobs
 from learner.networks import Networks
 from learner.prepare import PreparedBatch
 from learner.scalars import Totals
-from learner.step_stats import mean_differences
+from learner.step_stats import fresh_difference
 
 LIMITS = {"float32": 1e-2, "bfloat16": 0.5}
 """Mean |log-probability difference| between actor and learner, same weights, above which the run does not start."""
@@ -56,18 +59,18 @@ class MismatchCheck:
         Raises:
             AsyncRLError: the first tokens of a trained version in this session have other log-probabilities here.
         """
-        difference = mean_differences(totals)[0]
+        difference = fresh_difference(totals)
         if difference is None or self._mock:
             return
         if not self._passed:
-            self._judge(difference, int(totals["age_histogram"][0]), batch, version)
+            self._judge(difference, int(totals["fresh"]), batch, version)
             self._passed = True
         if self._warns and difference > NOISE_FLOOR:
             self._warns = False
             print(
                 f"async-rl: warning: step {version}: log-probabilities of the current version differ by "
-                f"{difference:.3g} on average between actor and learner; with actors.kv_cache = 'keep' a part of that "
-                "is old KV, the rest is a fault",
+                f"{difference:.3g} on average between actor and learner, who must agree up to rounding; see "
+                "`async-rl doctor CONFIG`",
                 file=sys.stderr,
                 flush=True,
             )
@@ -83,9 +86,11 @@ class MismatchCheck:
         )
 
     def _cause(self, batch: PreparedBatch, limit: float) -> str:
-        """What this rank's own tokens of age 0 tell."""
+        """What this rank's own fresh sequences tell."""
         temperature, sequences = self._config.sampling.temperature, batch.sequences
-        fresh_M = sequences.ages_M == 0
+        oldest_S = np.zeros(len(sequences.trained_S), np.int64)
+        np.maximum.at(oldest_S, sequences.sequence_M, sequences.ages_M)
+        fresh_M = oldest_S[sequences.sequence_M] == 0
         if not fresh_M.any():
             return "this rank has none of these tokens, another one has: see its log"
         here, at_1 = (self._logprobs(batch, t)[fresh_M] for t in (temperature, 1.0))

@@ -118,6 +118,7 @@ class StepStats:
             "age/max": float(counts.nonzero().max()) if counts.any() else 0.0,
             # the last bin is beyond the bound, and always empty
             **{f"logp_diff/age{age}": value for age, value in enumerate(differences[:-1])},
+            "logp_diff/fresh": fresh_difference(self._fresh),
             "logp_diff/older": _ratio(
                 self._fresh["age_difference"][older].sum(), self._fresh["age_histogram"][older].sum()
             ),
@@ -127,9 +128,15 @@ class StepStats:
 def mean_differences(totals: Totals) -> list[float | None]:
     """Mean |log-probability of actor − of learner| of the tokens of each age; None where there are none.
 
-    At age 0 the very version that is trained has sampled them, so it is rounding; above, how far the policy has moved.
+    Above age 0 it is how far the policy has moved. At age 0 it is rounding, and what old KV of the tokens before
+    changes with ``actors.kv_cache = "keep"``.
     """
     return [_ratio(d, c) for d, c in zip(totals["age_difference"], totals["age_histogram"], strict=True)]
+
+
+def fresh_difference(totals: Totals) -> float | None:
+    """The same over sequences that the trained version has sampled alone: nothing but rounding; None without any."""
+    return _ratio(totals["fresh_difference"], totals["fresh"])
 
 
 def explained_variance(totals: Totals) -> float | None:

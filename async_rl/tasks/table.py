@@ -92,8 +92,8 @@ def _check_answer(answer: Any, where: str) -> None:
     if isinstance(answer, float) and math.isfinite(answer):
         return
     raise ConfigError(
-        f"{where}: 'answer' is {answer!r:.60}; exact match needs text that is not blank, or a number; correct or remove "
-        "the row, or set task.verifier = 'module:function'"
+        f"{where}: 'answer' is {answer!r:.60}; exact match needs text that is not blank, or a number; correct or "
+        "remove the row, or set task.verifier = 'module:function'"
     )
 
 

@@ -34,6 +34,8 @@ def off_policy_sizes(num_ages: int) -> dict[str, int]:
         "sequence_mean_histogram": RATIO_BINS,
         "age_histogram": num_ages,
         "age_difference": num_ages,
+        "fresh": 1,
+        "fresh_difference": 1,
     }
 
 
@@ -61,14 +63,16 @@ def off_policy_sums(
 
     Returns:
         Tensors of the sizes of :func:`off_policy_sizes`. ``age_histogram`` counts tokens per age, ``age_difference``
-        sums |log r| per age; the three ratio histograms (:func:`ratio_histogram`) hold r by token, its product over a
-        sequence, and its geometric mean over a sequence.
+        sums |log r| per age; ``fresh`` and ``fresh_difference`` do so over sequences whose tokens all have age 0. The
+        three ratio histograms (:func:`ratio_histogram`) hold r by token, its product over a sequence, and its geometric
+        mean over a sequence.
     """
     log_ratio_M = logprobs_M - behaviour_logprobs_M
     ratio_M = bounded_ratio(log_ratio_M)
     ages_M = ages_M.clamp(0, num_ages - 1)
     lengths_S = sequence_sums(torch.ones_like(log_ratio_M), sequence_M, num_sequences)
     log_ratio_S = sequence_sums(log_ratio_M, sequence_M, num_sequences)[lengths_S > 0]
+    fresh_M = sequence_sums(ages_M, sequence_M, num_sequences)[sequence_M] == 0
     return {
         "tokens": lengths_S.sum(),
         "ratio": ratio_M.sum(),
@@ -84,6 +88,8 @@ def off_policy_sums(
         "sequence_mean_histogram": ratio_histogram(log_ratio_S / lengths_S[lengths_S > 0]),
         "age_histogram": torch.bincount(ages_M, minlength=num_ages),
         "age_difference": sequence_sums(log_ratio_M.abs(), ages_M, num_ages),
+        "fresh": fresh_M.sum(),
+        "fresh_difference": (log_ratio_M.abs() * fresh_M).sum(),
     }
 
 

@@ -16,6 +16,9 @@ def test_an_unknown_key_names_the_nearest_known_one():
         parse_config({"bufer": {}})
 
 
+GUESS_BRINGS = "task.environment = 'guess', which brings the problems"
+
+
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
@@ -134,7 +137,7 @@ def test_an_override_with_an_empty_value_brings_the_default_back():
         ({"reference": {"placement": "scorer"}}, "algorithm.kl_coef = 0"),
         ({"task": {"max_turns": 3}}, "task.environment = ''"),
         ({"task": {"environment": "guess", "verifier": "a:b"}}, "task.environment = 'guess', which gives the reward"),
-        ({"task": {"environment": "guess", "name": "sorting"}}, "task.environment = 'guess', which brings the problems"),
+        ({"task": {"environment": "guess", "name": "sorting"}}, GUESS_BRINGS),
         ({"task": {"environment": "guess", "digits": 3}}, "task.environment = 'guess'"),
         ({"task": {"dataset": "basic_arithmetic"}}, "task.name = 'addition'"),
         ({"actors": {"mock_tokens": 3}}, "actors.engine = 'torch'"),

@@ -1,6 +1,7 @@
 """What is always reported about off-policy data, against loops over plain floats."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,6 +55,17 @@ def test_sums_agree_with_loops():
     assert sums["age_histogram"].tolist() == count
     assert sums["age_difference"].tolist() == pytest.approx(difference)
     assert {name: s.numel() for name, s in sums.items()} == off_policy_sizes(4)
+
+
+def test_sequences_are_fresh_if_all_their_tokens_have_age_0():
+    sequences = random_sequences(7)
+    sequences = [[replace(t, age=0) for t in s] if i % 2 else s for i, s in enumerate(sequences)]
+    mixed = [replace(sequences[0][0], age=0), *(replace(t, age=1) for t in sequences[0][:1])]
+    sums = sums_of([*sequences, mixed], [1.0] * (sum(map(len, sequences)) + 2))
+    fresh = [t for s in sequences if all(t.age == 0 for t in s) for t in s]
+    assert fresh
+    assert sums["fresh"] == len(fresh) < sums["age_histogram"][0]
+    assert float(sums["fresh_difference"]) == pytest.approx(sum(abs(t.logprob - t.behaviour) for t in fresh))
 
 
 def test_sequences_are_counted_by_the_product_and_by_the_geometric_mean_of_their_ratios():

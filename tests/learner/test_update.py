@@ -311,7 +311,7 @@ def test_a_rank_that_has_no_token_of_the_version_points_to_the_others(make_updat
     updater = make_updater()
     (batch,) = updater.prepare([make_mini_batch(make_groups(2))], version=9)  # sampled by version 3 at most
     totals = updater.gradient(batch)
-    totals["age_histogram"][0], totals["age_difference"][0] = 2.0, 10.0  # another rank's
+    totals["fresh"], totals["fresh_difference"] = torch.tensor(2.0), torch.tensor(10.0)  # another rank's
     check = MismatchCheck(updater._config, updater.networks, CPU, warns=False)
     with pytest.raises(AsyncRLError, match=r"difference\| 5 over 2 tokens.*this rank has none of these tokens"):
         check.check(totals, batch, version=9)

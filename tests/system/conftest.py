@@ -82,8 +82,8 @@ def trained_rows(out: Path) -> list[dict]:
 
 
 def fresh_differences(out: Path) -> list[float]:
-    """Log-probability differences at age 0 of the steps that had such tokens, at least one."""
-    found = [row["logp_diff/age0"] for row in trained_rows(out)]
+    """Log-probability differences of fresh sequences in the steps that had some, at least one."""
+    found = [row["logp_diff/fresh"] for row in trained_rows(out)]
     assert any(difference is not None for difference in found)
     return [difference for difference in found if difference is not None]
 
