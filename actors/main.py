@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from actors.engines.factory import make_engine
-from actors.players import Setting, make_player
+from actors.players.factory import Setting, make_player
 from actors.receiver import Receiver
 from actors.rollout import Rollout, Stop
 from async_rl.client import Client

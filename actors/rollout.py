@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.engines.base import Engine
+from actors.players.submission import group_of, outcomes_of
+from actors.players.work import Failed, Job, Player, Work
 from actors.receiver import Prepared, Receiver
-from actors.submission import group_of, outcomes_of
-from actors.work import Failed, Job, Player, Work
 from async_rl.client import Client
 from async_rl.config import Config
 from async_rl.errors import WeightsError

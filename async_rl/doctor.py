@@ -1,6 +1,6 @@
 """``async-rl doctor``: what this machine has, what is missing, and whether a configuration would run here.
 
-    machine checks ─► configuration checks ─► probe (actors.probe ─► learner.probe, each a process) ─► table, exit code
+    machine checks ─► configuration checks ─► probe (actors.probe ─► learner.probe, two processes) ─► table
 
 The probe trains nothing. It compares the engine's log-probabilities, its version stamps and the weights that it holds
 with the learner's and with an arbiter's, and says which side is wrong; ``--plant`` makes one fault to show that.
@@ -157,8 +157,8 @@ def probe(config: Config, env: Mapping[str, str], scratch: Path, plant: str | No
     toml.write_text(to_toml(config))
     planted = ["--plant", plant] if plant else []
     try:
-        _run([sys.executable, "-m", "actors.probe", str(toml), "--out", str(arrays), *planted], env, log)
-        line = _run([sys.executable, "-m", "learner.probe", str(toml), str(arrays), *planted], env, log)
+        _run([sys.executable, "-m", "actors.probe.main", str(toml), "--out", str(arrays), *planted], env, log)
+        line = _run([sys.executable, "-m", "learner.probe.main", str(toml), str(arrays), *planted], env, log)
     except AsyncRLError as error:
         return [Finding("wrong", name, str(error), "see the message; async-rl run would stop at the same point")]
     found = [Finding(**fields) for fields in json.loads(line)]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 BUILT = ("tiny", "tiny-tools")
-"""Models that ``learner.warmup`` builds."""
+"""Models that ``learner.warmup.main`` builds."""
 _MADE_BY = {
     "tiny": "async-rl run arithmetic",
     "tiny-tools": "async-rl run calculator",

@@ -1,6 +1,6 @@
 """What both halves of the doctor's probe share: weights of each version, rounds, faults that can be planted.
 
-    actors.probe ──► FILE.npz ──► learner.probe ──► findings as JSON ──► doctor
+    actors.probe.main ──► FILE.npz ──► learner.probe.main ──► findings as JSON ──► doctor
 
 Version 0 is the start model. Each later one has every tensor changed, reproducibly, so that both halves have the same
 without sending them, and so that a tensor that was not delivered shows in the log-probabilities.

@@ -45,7 +45,8 @@ repeats its credit, live version, waiting or trained step and unacknowledged gro
 Colocated (``max_staleness`` 0): an actor that holds nothing any more, after some work, gives its device back and says
 ``asleep``; an empty list of ``tickets`` tells one that is awake for nothing to do so, too. A step is delivered once
 every actor that had such a message has said so. It wakes with the next ``version``, which may be the one that it has
-(a group was filtered or lost, so one more of that version is wanted), loads it and says ``live``. Tickets that cross its ``asleep`` are taken back: a ``cancel`` follows.
+(a group was filtered or lost, so one more of that version is wanted), loads it and says ``live``. Tickets that cross
+its ``asleep`` are taken back: a ``cancel`` follows.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ import torch
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError
-from learner.diagnose import explain
 from learner.logprobs import predicted_logprobs
 from learner.networks import Networks
 from learner.prepare import PreparedBatch
+from learner.probe.diagnose import explain
 from learner.scalars import Totals
 from learner.step_stats import fresh_difference
 

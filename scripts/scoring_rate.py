@@ -81,7 +81,7 @@ class Run:
         """Start one more scorer that joins the run."""
         config = str(self._out / "config.toml")
         arguments = ("--role", "reward", "--connect", self._address, "--name", name)
-        self._processes.append(self._start("actors.scorer", config, *arguments))
+        self._processes.append(self._start("actors.scorers.main", config, *arguments))
 
     def rate(self, scorers: int, groups: int) -> float:
         """Groups per second over the next ``groups``, once ``scorers`` are at work.

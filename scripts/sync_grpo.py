@@ -24,8 +24,8 @@ from pathlib import Path
 
 from actors.engines.base import Completion, Request
 from actors.engines.factory import make_engine
-from actors.heldout import answer, rewards_of
-from actors.verify import VerifierPool
+from actors.evaluation.heldout import answer, rewards_of
+from actors.verifiers.pool import VerifierPool
 from async_rl.buffer.stream import task_index
 from async_rl.config import Config, load_config
 from async_rl.data import Group, make_group, token_trajectory

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actors.environments.base import Turn
-from actors.verify_child import Child, Source
-from actors.verify_wire import pack
+from actors.verifiers.child import Child, Source
+from actors.verifiers.wire import pack
 from async_rl.errors import ConfigError
 
 Outcome = Literal["ok", "timeout", "error", "bad_result", "died", "lost"]

@@ -21,8 +21,8 @@ from functools import partial
 from typing import Any
 
 from actors.environments.base import Environment, Turn
-from actors.verify_wire import Unpacker, pack
-from actors.verify_worker import LoadError, import_callable, tail_of
+from actors.verifiers.wire import Unpacker, pack
+from actors.verifiers.worker import LoadError, import_callable, tail_of
 from async_rl.process import die_with_parent
 from async_rl.tasks.environments import GYMNASIUM
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.verify import Verdict, VerifierPool
-from actors.verify_child import Source
+from actors.verifiers.child import Source
+from actors.verifiers.pool import Verdict, VerifierPool
 from async_rl.config import Config
 
 MODEL_START_S = 900.0
@@ -91,7 +91,7 @@ _SOURCES = {"verifier": _verifier, "model": _reward_model, "judge": _judge}
 
 
 class RewardPool:
-    """Asks every source and gives the weighted sum; has the interface of :class:`actors.verify.VerifierPool`.
+    """Asks every source and gives the weighted sum; has the interface of :class:`actors.verifiers.pool.VerifierPool`.
 
     Args:
         pools: source by name.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.token_batches import token_batches
+from actors.scorers.token_batches import token_batches
 from async_rl.errors import ConfigError
 from async_rl.models import device_for, load_tokenizer
 

@@ -48,12 +48,12 @@ class Commands:
 
     def scorer(self, address: str, name: str, role: str) -> list[str]:
         """One scorer of the stage ``role``: ``reward`` or ``reference``."""
-        main = [sys.executable, "-m", "actors.scorer", str(self.config), "--role", role]
+        main = [sys.executable, "-m", "actors.scorers.main", str(self.config), "--role", role]
         return [*main, "--connect", address, "--name", name]
 
     def evaluator(self, address: str) -> list[str]:
         """The held-out evaluation."""
-        return [sys.executable, "-m", "actors.evaluator", str(self.config), "--connect", address]
+        return [sys.executable, "-m", "actors.evaluation.main", str(self.config), "--connect", address]
 
     def _resume(self) -> list[str]:
         return ["--resume", str(self.resume)] if self.resume else []

@@ -86,7 +86,9 @@ def ensure_folder(
     if path in BUILT and not is_model_folder(cached_model(path)):
         _check_cache(cache_dir())
         say(f"building and briefly supervising the model {path!r} (once; it stays in the cache)")
-        _build([sys.executable, "-m", "learner.warmup", path, "--out", str(cached_model(path))], env, log, interrupted)
+        _build(
+            [sys.executable, "-m", "learner.warmup.main", path, "--out", str(cached_model(path))], env, log, interrupted
+        )
     elif path == "smollm2" and not is_model_folder(cached_model("smollm2")):
         _check_cache(cache_dir())
         say("fetching and converting SmolLM2-135M-Instruct (once; it stays in the cache)")

@@ -10,7 +10,7 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.launch import preflight
 from async_rl.launch.task_checks import check_environment
 from async_rl.tasks import Problem
-from learner.warmup import build_model, build_tokenizer, save
+from learner.warmup.main import build_model, build_tokenizer, save
 
 pytestmark = pytest.mark.real
 

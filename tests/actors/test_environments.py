@@ -9,10 +9,10 @@ from actors.environments.calculator import Calculator
 from actors.environments.guess import Guess
 from actors.environments.gymnasium_text import GymnasiumText
 from actors.environments.worker import load_environment
-from actors.verify_worker import LoadError
+from actors.verifiers.worker import LoadError
 from async_rl.config import TaskConfig
 from async_rl.tasks import load_task
-from learner.demonstrations import EXPERTS
+from learner.warmup.demonstrations import EXPERTS
 
 
 def play(environment, columns, *answers):

@@ -8,12 +8,12 @@ import pytest
 from actors.engines.base import Completion
 from actors.environments.base import Turn
 from actors.environments.pool import Reply
-from actors.episodes import MAX_ATTEMPTS, Episodes
-from actors.heldout import play
-from actors.requests import Requests
-from actors.scoring import Scoring
-from actors.verify import Verdict
-from actors.work import Failed, Job, Played
+from actors.evaluation.heldout import play
+from actors.players.episodes import MAX_ATTEMPTS, Episodes
+from actors.players.requests import Requests
+from actors.players.scoring import Scoring
+from actors.players.work import Failed, Job, Played
+from actors.verifiers.pool import Verdict
 from async_rl.tasks import Problem
 
 STOP = 2

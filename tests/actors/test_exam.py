@@ -2,12 +2,12 @@
 
 import pytest
 
-from actors.exam import WrittenExam
-from actors.players import Setting
+from actors.evaluation.exam import WrittenExam
+from actors.players.factory import Setting
 from async_rl.config import parse_config
 from async_rl.tasks import Problem
 from async_rl.tasks.exact import VERIFIER
-from learner.warmup import build_model, build_tokenizer, save
+from learner.warmup.main import build_model, build_tokenizer, save
 
 pytestmark = pytest.mark.real
 

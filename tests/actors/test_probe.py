@@ -8,12 +8,12 @@ import torch
 
 from actors.engines.base import Request
 from actors.engines.torch_engine import TorchEngine
-from actors.probe import flat_version, record
-from actors.probe_faults import PlantedEngine
+from actors.probe.faults import PlantedEngine
+from actors.probe.main import flat_version, record
 from async_rl.errors import WeightsError
 from async_rl.models import load_causal_lm
 from async_rl.probe import changed
-from learner.probe import Probe, read, read_back
+from learner.probe.main import Probe, read, read_back
 
 pytestmark = pytest.mark.real
 

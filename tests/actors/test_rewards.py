@@ -13,11 +13,11 @@ import torch
 from actors.rewards import RewardPool, make_reward_pool
 from actors.rewards.judge import KEY_VARIABLE, MAX_TRIES, Judge, JudgeError, parse_grade
 from actors.rewards.pool import weighted_sum
-from actors.verify import Verdict, VerifierPool
+from actors.verifiers.pool import Verdict, VerifierPool
 from async_rl.config import parse_config
 from async_rl.errors import ConfigError
 from async_rl.tasks.template import fill, names_in
-from learner.warmup import build_tokenizer
+from learner.warmup.main import build_tokenizer
 
 EXACT = "async_rl.tasks.exact:score"
 COLUMNS = {"answer": ["2", "2"], "finish_reasons": ["stop", "stop"], "completion_ids": [[1], [2]]}
@@ -128,7 +128,7 @@ def test_a_reward_model_gives_what_transformers_gives_for_each_text_alone(tmp_pa
 
 @pytest.mark.real
 def test_a_folder_without_a_classifier_is_a_config_error_that_names_the_setting(tmp_path):
-    from learner.warmup import build_model, save
+    from learner.warmup.main import build_model, save
 
     save(build_model(), build_tokenizer(), tmp_path)
     config = parse_config({"reward": {"model": 1.0, "model_path": str(tmp_path)}, "model": {"device": "cpu"}})

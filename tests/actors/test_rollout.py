@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from actors.answers import Answers
 from actors.engines.base import Completion
+from actors.players.answers import Answers
+from actors.players.requests import Requests
+from actors.players.scoring import Scoring
+from actors.players.submission import SAMPLE_CHARACTERS
+from actors.players.work import Failed
 from actors.receiver import Prepared
-from actors.requests import Requests
 from actors.rollout import MAX_COMMIT_FAILURES, MAX_FAILURES, MAX_VERIFIER_FAILURES, Rollout
-from actors.scoring import Scoring
-from actors.submission import SAMPLE_CHARACTERS
-from actors.verify import Verdict
-from actors.work import Failed
+from actors.verifiers.pool import Verdict
 from async_rl.config import parse_config
 from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.protocol import Ticket

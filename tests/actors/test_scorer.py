@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from actors.reference import ReferenceStage, reference_logprobs
-from actors.rewards.stage import RewardStage
-from actors.scorer import MAX_FAILURES, Scorer
-from actors.stage import Failure
-from actors.token_batches import token_batches
-from actors.verify import Verdict
+from actors.scorers.main import MAX_FAILURES, Scorer
+from actors.scorers.reference import ReferenceStage, reference_logprobs
+from actors.scorers.reward import RewardStage
+from actors.scorers.stage import Failure
+from actors.scorers.token_batches import token_batches
+from actors.verifiers.pool import Verdict
 from async_rl.data import Annotation, Trajectory, make_group, token_trajectory
 from async_rl.tasks import Problem
 from async_rl.timer import StateTimer
 from async_rl.wire import encode_groups, unpack_header
-from learner.warmup import build_model
+from learner.warmup.main import build_model
 
 
 def group(ordinal, completions=((7, 8), (9,)), prompt=(3, 4), attempt=0, **meta):

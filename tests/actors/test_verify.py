@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from actors.verify import VerifierPool
-from actors.verify_child import Source
-from actors.verify_wire import Unpacker, pack
-from actors.verify_worker import accepted_names, check_rewards
+from actors.verifiers.child import Source
+from actors.verifiers.pool import VerifierPool
+from actors.verifiers.wire import Unpacker, pack
+from actors.verifiers.worker import accepted_names, check_rewards
 from async_rl.errors import ConfigError
 
 USER_MODULE = '''

@@ -70,7 +70,7 @@ def random_model(folder):
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from learner.warmup import build_tokenizer
+    from learner.warmup.main import build_tokenizer
 
     tokenizer = build_tokenizer()
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from async_rl.errors import ConfigError
 from async_rl.launch.overview import _rows, overview
 from async_rl.launch.roles import check_judge_url, check_reward, check_role, check_same_vocabulary, ensure_reference
 from async_rl.launch.session import _scorers
-from learner.warmup import build_tokenizer
+from learner.warmup.main import build_tokenizer
 
 JUDGE = {"judge": 1.0, "judge_url": "http://localhost:1/v1", "judge_model": "m"}
 

@@ -467,9 +467,25 @@ def test_commands_name_module_config_and_place():
         *["-m", "actors.main", "r/config.toml", "--connect", "tcp://h:1", "--name", "actor0"]
     ]
     assert commands.scorer("tcp://h:1", "reward1", "reward")[1:] == [
-        *["-m", "actors.scorer", "r/config.toml", "--role", "reward", "--connect", "tcp://h:1", "--name", "reward1"]
+        *[
+            "-m",
+            "actors.scorers.main",
+            "r/config.toml",
+            "--role",
+            "reward",
+            "--connect",
+            "tcp://h:1",
+            "--name",
+            "reward1",
+        ]
     ]
-    assert commands.evaluator("tcp://h:1")[1:] == ["-m", "actors.evaluator", "r/config.toml", "--connect", "tcp://h:1"]
+    assert commands.evaluator("tcp://h:1")[1:] == [
+        "-m",
+        "actors.evaluation.main",
+        "r/config.toml",
+        "--connect",
+        "tcp://h:1",
+    ]
 
 
 def test_gpus_go_to_the_learner_first_and_actors_share_the_rest():

@@ -5,7 +5,7 @@ from async_rl.tasks import Problem
 from async_rl.tasks.prompt import encode_prompt
 from async_rl.tasks.spelling import encode, guard
 from async_rl.tasks.turns import observation_encoder
-from learner.warmup import BOS, EOS, build_tokenizer
+from learner.warmup.main import BOS, EOS, build_tokenizer
 from tests.async_rl.test_turns import CHATML, tokenizer
 
 

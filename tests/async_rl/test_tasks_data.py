@@ -220,7 +220,7 @@ def test_data_sets_that_were_not_found_strict_are_refused(name, message):
 
 @pytest.mark.real
 def test_a_reasoning_gym_answer_is_scored_in_the_verifier_child():
-    from actors.verify import VerifierPool
+    from actors.verifiers.pool import VerifierPool
 
     data = gym("palindrome_generation")
     problem = data.train[0]

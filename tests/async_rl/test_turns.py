@@ -4,7 +4,7 @@ import pytest
 
 from async_rl.errors import ConfigError
 from async_rl.tasks.turns import Wrapping, observation_encoder, template_wrapping
-from learner.warmup import EOS, build_tokenizer
+from learner.warmup.main import EOS, build_tokenizer
 
 CHATML = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}"

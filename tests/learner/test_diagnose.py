@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from learner.diagnose import (
+from learner.probe.diagnose import (
     SHIFT,
     TEMPERATURE,
     blame,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
 from async_rl.config import parse_config
 from learner.checkpoint import Checkpoints, TrainerState, model_folder
-from learner.warmup import build_model, build_tokenizer
+from learner.warmup.main import build_model, build_tokenizer
 
 PROMPT, NEW = "What is 12+7?", 12
 BY_VLLM = """

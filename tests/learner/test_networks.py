@@ -7,7 +7,7 @@ from async_rl.config import parse_config
 from async_rl.errors import ConfigError
 from async_rl.models import load_causal_lm
 from learner.networks import load_networks
-from learner.warmup import VOCAB_SIZE, build_tokenizer
+from learner.warmup.main import VOCAB_SIZE, build_tokenizer
 
 CPU = torch.device("cpu")
 

@@ -7,9 +7,10 @@ from async_rl.config import TaskConfig
 from async_rl.models import load_tokenizer
 from async_rl.tasks import Problem
 from async_rl.tasks.prompt import decode_completion
-from learner import demonstrations, supervision, warmup
-from learner.demonstrations import Demonstration
-from learner.supervision import Lesson
+from learner.warmup import demonstrations, supervision
+from learner.warmup import main as warmup
+from learner.warmup.demonstrations import Demonstration
+from learner.warmup.supervision import Lesson
 
 TASK = TaskConfig()
 PROBLEMS = [Problem("12+34=", {"answer": "46"}), Problem("99+98=", {"answer": "197"})]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.warmup import build_model, build_tokenizer, save
+from learner.warmup.main import build_model, build_tokenizer, save
 
 REPOSITORY = Path(__file__).parents[2]
 

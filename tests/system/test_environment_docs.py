@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from learner.warmup import build_model, build_tokenizer, save
+from learner.warmup.main import build_model, build_tokenizer, save
 from tests.system.conftest import REPOSITORY, assert_sound, overrides, rows, run
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]

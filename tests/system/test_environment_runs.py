@@ -7,8 +7,8 @@ import torch
 
 from async_rl.buffer.journal import load
 from async_rl.tasks.calculator import compute
-from learner.supervision import Lesson, supervise
-from learner.warmup import EOS, build_model, build_tokenizer, save, tools_lessons
+from learner.warmup.main import EOS, build_model, build_tokenizer, save, tools_lessons
+from learner.warmup.supervision import Lesson, supervise
 from tests.system.conftest import assert_sound, fresh_differences, overrides, rows, run
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from async_rl.probe import changed
-from learner.diagnose import SHIFT, TEMPERATURE, Floats, shifted
+from learner.probe.diagnose import SHIFT, TEMPERATURE, Floats, shifted
 
 
 class Arbiter:

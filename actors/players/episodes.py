@@ -24,10 +24,10 @@ import numpy as np
 
 from actors.engines.base import Completion
 from actors.environments.pool import EnvironmentPool, Reply
-from actors.requests import Requests
-from actors.scoring import Scoring
-from actors.transcript import Transcript
-from actors.work import Failed, Job, Played, Result, Source
+from actors.players.requests import Requests
+from actors.players.scoring import Scoring
+from actors.players.transcript import Transcript
+from actors.players.work import Failed, Job, Played, Result, Source
 from async_rl.tasks import Problem
 
 MAX_ATTEMPTS = 3
@@ -35,7 +35,7 @@ MAX_ATTEMPTS = 3
 
 
 class Episodes:
-    """Implements :class:`actors.work.Player`.
+    """Implements :class:`actors.players.work.Player`.
 
     Args:
         requests: to the engine.

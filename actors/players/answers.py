@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from actors.engines.base import Completion
-from actors.requests import Requests
-from actors.scoring import Scoring
-from actors.transcript import Transcript
-from actors.work import Failed, Job, Played, Result
+from actors.players.requests import Requests
+from actors.players.scoring import Scoring
+from actors.players.transcript import Transcript
+from actors.players.work import Failed, Job, Played, Result
 from async_rl.tasks import Problem
 
 
 class Answers:
-    """Implements :class:`actors.work.Player`.
+    """Implements :class:`actors.players.work.Player`.
 
     Args:
         requests: to the engine.

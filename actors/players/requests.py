@@ -9,7 +9,7 @@ Each request has a random stream of its own: (run seed, ordinal, attempt), then 
 from __future__ import annotations
 
 from actors.engines.base import Completion, Engine, Request
-from actors.work import Job
+from actors.players.work import Job
 
 _LATER_IDS = 1 << 48
 """Requests after the first turn count from here; the first has the id of its job, which is below."""

@@ -31,7 +31,7 @@ class Lesson:
 
     name: str
     train: tuple[Tensor, Tensor]
-    """Inputs and shifted targets, int64 [num_problems, length], see :func:`learner.warmup.pad`."""
+    """Inputs and shifted targets, int64 [num_problems, length], see :func:`learner.warmup.main.pad`."""
     heldout: tuple[Tensor, Tensor]
     """The same of problems that are never trained."""
     enough: float

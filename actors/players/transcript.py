@@ -29,7 +29,7 @@ class Transcript:
     reward: float = 0.0
     """Sum of the environment's rewards so far."""
     end: str = ""
-    """Why an episode ended: ``done``, ``turns``, ``cut`` or ``context``, see ``actors.episodes``."""
+    """Why an episode ended: ``done``, ``turns``, ``cut`` or ``context``, see ``actors.players.episodes``."""
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Build the tiny start models: 0.6M parameters, Qwen2, a token per character.
 
-    python -m learner.warmup tiny --out DIR           right on about half of the two-digit sums (preset ``arithmetic``)
-    python -m learner.warmup tiny-tools --out DIR     solves about a third of the multi-turn tasks (``calculator``, ...)
+    python -m learner.warmup.main tiny --out DIR         right on about half of the two-digit sums (``arithmetic``)
+    python -m learner.warmup.main tiny-tools --out DIR   solves about a third of the multi-turn tasks (``calculator``)
 
     random weights ──supervised on training problems──► held-out accuracy in its window ──► Hugging Face folder DIR
 
@@ -26,8 +26,8 @@ from async_rl.config import TaskConfig
 from async_rl.process import run_guarded
 from async_rl.tasks import Problem, load_task
 from async_rl.tasks.prompt import encode_prompt
-from learner.demonstrations import EXPERTS, Demonstration
-from learner.supervision import IGNORE, Lesson, supervise
+from learner.warmup.demonstrations import EXPERTS, Demonstration
+from learner.warmup.supervision import IGNORE, Lesson, supervise
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 VOCAB_SIZE = 128
@@ -176,7 +176,7 @@ MODELS: Mapping[str, Callable[[Any], list[Lesson]]] = {"tiny": tiny_lessons, "ti
 
 def main() -> None:
     """Build, supervise, save."""
-    parser = argparse.ArgumentParser(prog="python -m learner.warmup", description="Build a tiny start model.")
+    parser = argparse.ArgumentParser(prog="python -m learner.warmup.main", description="Build a tiny start model.")
     parser.add_argument("model", choices=sorted(MODELS))
     parser.add_argument("--out", type=Path, required=True, help="folder to write, replaced if it is there")
     args = parser.parse_args()

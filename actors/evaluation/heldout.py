@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from actors.engines.base import Completion, Engine, Request
-from actors.episodes import Episodes
+from actors.players.episodes import Episodes
+from actors.players.work import Job, Played
 from actors.rewards.pool import RewardPool
-from actors.verify import VerifierPool
-from actors.work import Job, Played
+from actors.verifiers.pool import VerifierPool
 from async_rl.tasks import Problem
 
 _CALL = 32

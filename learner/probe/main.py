@@ -1,10 +1,10 @@
 """Half of the doctor's probe: an engine's samples against the learner's own path and an arbiter; names who is wrong.
 
     FILE.npz ─┬─ learner.logprobs (the path that trains) ─┐
-              ├─ learner.arbiter (plain transformers) ────┼─► learner.diagnose ─► findings as JSON ─► doctor
+              ├─ learner.probe.arbiter (plain transformers) ────┼─► learner.probe.diagnose ─► findings as JSON ─► doctor
               └─ what the engine said ────────────────────┘
 
-``python -m learner.probe CONFIG.toml FILE.npz``; ``async-rl doctor CONFIG`` runs both halves.
+``python -m learner.probe.main CONFIG.toml FILE.npz``; ``async-rl doctor CONFIG`` runs both halves.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from async_rl.config import load_config
 from async_rl.models import device_for, load_causal_lm, resolve_model
 from async_rl.probe import DELIVERED, FAULTS, IN_FLIGHT, OTHER, SHARES, START, limit_at
 from async_rl.process import run_guarded
-from learner.arbiter import Arbiter, at_tokens, with_faults
-from learner.diagnose import Floats, blame, difference, judge_delivery, judge_split, judge_stamps
 from learner.logprobs import predicted_logprobs
+from learner.probe.arbiter import Arbiter, at_tokens, with_faults
+from learner.probe.diagnose import Floats, blame, difference, judge_delivery, judge_split, judge_stamps
 
 TRIED_SEQUENCES = 4
 """Sequences on which each tensor is tried as the one that was not delivered."""
@@ -229,7 +229,7 @@ class Probe:
 
 
 def read(arrays: Mapping[str, npt.NDArray[Any]]) -> list[Sample]:
-    """Sequences of a file of ``actors.probe``."""
+    """Sequences of a file of ``actors.probe.main``."""
     samples, start, sampled = [], 0, 0
     names = ("lengths", "prompt_lengths", "round", "temperature", "before", "after")
     for length, num_prompt, number, temperature, before, after in zip(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.verify_wire import Unpacker
+from actors.verifiers.wire import Unpacker
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CHUNK = 1 << 18
@@ -46,7 +46,7 @@ class Child:
         worker: module that the child runs.
     """
 
-    def __init__(self, source: Source, search: Sequence[str], worker: str = "actors.verify_worker") -> None:
+    def __init__(self, source: Source, search: Sequence[str], worker: str = "actors.verifiers.worker") -> None:
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         self._outbox = bytearray()

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from actors.stage import Failure
-from actors.token_batches import token_batches
+from actors.scorers.stage import Failure
+from actors.scorers.token_batches import token_batches
 from async_rl.config import Config
 from async_rl.data import Annotation, Group
 from async_rl.logprobs import token_logprobs

@@ -3,7 +3,7 @@
     load 0 ─► sample ─► sample at another temperature ─► load 1 ─► sample ─► submit, load 2 in flight, sample
                  └── tokens, log-probabilities, version stamps, what was loaded when ──► FILE.npz ──► learner.probe
 
-Nothing is trained. ``python -m actors.probe CONFIG.toml --out FILE.npz``; ``async-rl doctor CONFIG`` runs both halves.
+Nothing is trained. ``python -m actors.probe.main CONFIG.toml --out FILE.npz``; ``async-rl doctor CONFIG`` runs both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from actors.engines.base import Completion, Request
 from actors.engines.factory import make_engine
-from actors.probe_faults import PlantedEngine, Probed
+from actors.probe.faults import PlantedEngine, Probed
 from async_rl.config import Config, load_config
 from async_rl.errors import ConfigError, DeadlineError, WeightsError
 from async_rl.models import context_length, load_causal_lm, load_tokenizer, resolve_model

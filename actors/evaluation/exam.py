@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from actors.engines.base import Engine
-from actors.episodes import Episodes
-from actors.heldout import answer, play, rewards_of
-from actors.players import Setting, make_episodes
+from actors.evaluation.heldout import answer, play, rewards_of
+from actors.players.episodes import Episodes
+from actors.players.factory import Setting, make_episodes
 from actors.rewards.pool import make_reward_pool
 from async_rl.config import Config
 from async_rl.errors import ConfigError

@@ -20,9 +20,9 @@ import numpy as np
 
 from actors.engines.base import Engine
 from actors.engines.factory import make_engine
-from actors.exam import Exam, judged_by_verifier, make_exam
+from actors.evaluation.exam import Exam, judged_by_verifier, make_exam
 from actors.main import CONNECT_TIMEOUT_S
-from actors.players import Setting
+from actors.players.factory import Setting
 from actors.receiver import Prepared, Receiver
 from async_rl.client import Client
 from async_rl.config import Config, load_config

@@ -2,7 +2,7 @@
 
     socket ──► {prompts, completions, columns} ──► f(**accepted) ──► checked rewards ──► socket
 
-Started by ``actors.verify_child`` with: descriptor, parent's pid, ``module:function``, parameters, folders to search.
+Started by ``actors.verifiers.child`` with descriptor, parent's pid, ``module:function``, parameters, folders to search.
 With parameters (JSON) the function is called once with them and returns the one that scores, so that a model is loaded
 once in the life of a child.
 """
@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from actors.verify_wire import Unpacker, pack
+from actors.verifiers.wire import Unpacker, pack
 from async_rl.errors import ConfigError
 from async_rl.process import die_with_parent
 

@@ -1,6 +1,6 @@
 """What an actor holds for a ticket, and what becomes of it.
 
-    Ticket ─► Work ─► player (actors.answers or actors.episodes) ─► Played │ Failed
+    Ticket ─► Work ─► player (actors.players.answers or actors.players.episodes) ─► Played │ Failed
 
 The evaluator's jobs have no ticket; they are played in the same way.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from actors.engines.base import Completion
-from actors.transcript import Transcript
+from actors.players.transcript import Transcript
 from async_rl.protocol import Ticket
 from async_rl.tasks import Problem
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from actors.work import Work
+from actors.players.work import Work
 from async_rl.config import Config
 from async_rl.data import Group, make_group
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from actors.rewards.pool import RewardPool
-from actors.stage import Failure
-from actors.verify import VerifierPool
+from actors.scorers.stage import Failure
+from actors.verifiers.pool import VerifierPool
 from async_rl.data import Annotation, Group
 from async_rl.tasks import Problem
 

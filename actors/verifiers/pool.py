@@ -2,7 +2,7 @@
 
     submit ──► queue ──► idle worker ──┐ one call at a time      poll ◄── verdicts: ok │ bad_result │ error
                                        ▼                                           timeout │ died
-                   child: actors.verify_worker ── user's f(prompts, completions, **columns)
+                   child: actors.verifiers.worker ── user's f(prompts, completions, **columns)
 
 A call that passes its limit is killed with everything that it started; the pool regrows when there is work. All of it
 belongs to one thread: nothing here blocks except the constructor and ``wait``, and both have a deadline.
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from actors.verify_child import Child, Source
-from actors.verify_wire import pack
+from actors.verifiers.child import Child, Source
+from actors.verifiers.wire import pack
 from async_rl.errors import ConfigError
 
 Outcome = Literal["ok", "timeout", "error", "bad_result", "died"]

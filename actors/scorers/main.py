@@ -1,4 +1,4 @@
-"""A scorer: ``python -m actors.scorer CONFIG.toml --role reward|reference --connect tcp://HOST:PORT --name reward0``.
+"""A scorer: ``python -m actors.scorers.main CONFIG.toml --role reward|reference --connect tcp://HOST:PORT --name N``.
 
     server ──lease (groups)──► stage: reward sources or reference model ──annotate──► server
        ◄──────credit───────────┘
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from actors.stage import Failure, Stage
+from actors.scorers.stage import Failure, Stage
 from async_rl.client import Client
 from async_rl.config import Config, load_config
 from async_rl.data import Annotation, Group
@@ -164,11 +164,11 @@ def make_stage(config: Config, role: str, search: Path) -> Stage:
         ConfigError: a model, a source or the data is wrong.
     """
     if role == "reference":
-        from actors.reference import ReferenceStage, load_reference
+        from actors.scorers.reference import ReferenceStage, load_reference
 
         return ReferenceStage(load_reference(config), config.sampling.temperature, config.learner.micro_batch_tokens)
     from actors.rewards.pool import make_reward_pool
-    from actors.rewards.stage import RewardStage
+    from actors.scorers.reward import RewardStage
     from async_rl.models import load_tokenizer, resolve_model, stop_token_ids
     from async_rl.tasks import load_task
     from async_rl.tasks.prompt import decode_completion

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from actors.verify import VerifierPool
-from actors.work import Failed, Job
+from actors.players.work import Failed, Job
+from actors.verifiers.pool import VerifierPool
 
 if TYPE_CHECKING:
     from actors.rewards.pool import RewardPool

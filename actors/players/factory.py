@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from actors.answers import Answers
 from actors.engines.base import Engine
 from actors.environments.pool import EnvironmentPool
-from actors.episodes import Episodes
-from actors.requests import Requests
+from actors.players.answers import Answers
+from actors.players.episodes import Episodes
+from actors.players.requests import Requests
+from actors.players.scoring import Scoring
+from actors.players.work import Player
 from actors.rewards.pool import make_reward_pool
-from actors.scoring import Scoring
-from actors.work import Player
 from async_rl.config import Config
 from async_rl.models import context_length, load_tokenizer, stop_token_ids
 from async_rl.tasks.prompt import decode_completion, encode_prompt

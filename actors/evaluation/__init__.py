@@ -1,0 +1,1 @@
+"""Held-out evaluation, pinned to a version."""

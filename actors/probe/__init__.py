@@ -1,0 +1,1 @@
+"""The engine's half of the log-probability probe."""

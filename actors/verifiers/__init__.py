@@ -1,0 +1,1 @@
+"""Functions of the user, run in child processes that can be killed."""

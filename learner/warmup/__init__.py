@@ -1,0 +1,1 @@
+"""Builds the tiny models that reinforcement learning starts from."""
