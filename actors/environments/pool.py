@@ -13,7 +13,6 @@ thread: nothing here blocks except the constructor and ``wait``, and both have a
 from __future__ import annotations
 
 import math
-import select
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,13 +20,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actors.environments.base import Turn
-from actors.verifiers.child import Child, Source
+from actors.verifiers.child import Source
+from actors.verifiers.child_pool import ChildPool, Worker
 from actors.verifiers.wire import pack
-from async_rl.errors import ConfigError
 
 Outcome = Literal["ok", "timeout", "error", "bad_result", "died", "lost"]
 
-_WORKER = "actors.environments.worker"
 _GRACE_S = 1.0
 """Added to the limit of a silent child: it gives up what merely awaits before that."""
 
@@ -46,19 +44,14 @@ class Reply:
 
 
 @dataclass(slots=True)
-class _Worker:
-    child: Child
-    deadline: float
-    """``time.monotonic()`` at which the start, then the next reply, is late; infinite while none is owed."""
-    ready: bool = False
-    load_error: str = ""
+class _Worker(Worker):
     episodes: set[int] = field(default_factory=set)
     calls: set[int] = field(default_factory=set)
     """Episodes that are owed a reply."""
     outbox: list[bytes] = field(default_factory=list)
 
 
-class EnvironmentPool:
+class EnvironmentPool(ChildPool[_Worker, Reply]):
     """At most ``workers`` child processes that play episodes.
 
     Args:
@@ -72,15 +65,13 @@ class EnvironmentPool:
     """
 
     def __init__(self, environment: str, timeout_s: float, workers: int, search_dir: Path | None = None) -> None:
+        source = Source(function=environment, parameters={"timeout_s": timeout_s}, setting="task.environment")
+        super().__init__(source, "actors.environments.worker", _Worker, search_dir)
         self._timeout_s, self._target = timeout_s, workers
-        self._source = Source(function=environment, parameters={"timeout_s": timeout_s}, setting="task.environment")
-        self._search = [str(p.resolve()) for p in (search_dir, Path()) if p is not None]
-        self._workers: list[_Worker] = []
         self._home: dict[int, _Worker] = {}
-        self._killed: list[Child] = []
         self._replies: list[Reply] = []
         self._opened = 0
-        self._start_first_worker()
+        self.start_first()
 
     @property
     def pending(self) -> int:
@@ -113,47 +104,16 @@ class EnvironmentPool:
 
     def poll(self) -> list[Reply]:
         """Replies that are there by now, without waiting."""
-        self._killed = [child for child in self._killed if not child.reap()]
+        self._collect()
         for worker in list(self._workers):
             self._pump(worker)
         replies, self._replies = self._replies, []
         return replies
 
-    def wait(self, timeout_s: float) -> list[Reply]:
-        """Wait for the next replies; empty when nothing is pending or ``timeout_s`` has passed."""
-        deadline = time.monotonic() + timeout_s
-        while not (replies := self.poll()) and self.pending:
-            now = time.monotonic()
-            if now >= deadline:
-                break
-            self._select(min([deadline, *(w.deadline for w in self._workers)]) - now)
-        return replies
-
-    def filenos(self) -> list[int]:
-        """Descriptors that become readable when ``poll`` has something to do; they change as children come and go."""
-        return [w.child.fileno() for w in self._workers]
-
-    @property
-    def next_deadline(self) -> float | None:
-        """``time.monotonic()`` at which ``poll`` must be called at the latest, to kill a child that is stuck."""
-        return min((w.deadline for w in self._workers if w.deadline < math.inf), default=None)
-
     def close(self) -> None:
         """Kill all children; calls without a reply get none."""
-        for worker in self._workers:
-            worker.child.kill()
-        for child in [*self._killed, *(w.child for w in self._workers)]:
-            child.reap(timeout_s=5.0)
-        self._workers, self._killed, self._home = [], [], {}
-
-    def _start_first_worker(self) -> None:
-        worker = self._spawn()
-        while not worker.ready:
-            self._select(worker.deadline - time.monotonic())
-            self._hear(worker)
-            if (failure := self._start_failure(worker)) is not None:
-                self.close()
-                raise ConfigError(f"task.environment = {self._source.function!r}: {failure}")
+        super().close()
+        self._home = {}
 
     def _least_busy(self) -> _Worker:
         if all(w.episodes for w in self._workers) and len(self._workers) < self._target:
@@ -191,50 +151,26 @@ class EnvironmentPool:
             self._end(worker, "timeout", detail)
 
     def _hear(self, worker: _Worker) -> None:
-        for message in worker.child.receive():
-            if not worker.ready:
-                worker.ready, worker.load_error = bool(message["ok"]), message["detail"]
-            elif message["episode"] in worker.calls:
-                worker.calls.discard(message["episode"])
-                self._take(message)
-            self._watch(worker, heard=True)
+        super()._hear(worker)
+        if worker.ready and worker.deadline == math.inf:  # calls that had waited for its start
+            self._watch(worker)
 
-    def _take(self, message: Mapping[str, Any]) -> None:
-        episode, outcome = message["episode"], message["outcome"]
-        turn = Turn(message["observation"], message["reward"], message["done"]) if outcome == "ok" else None
-        if turn is None:
-            self.drop(episode)
-        self._replies.append(Reply(episode=episode, turn=turn, outcome=outcome, detail=message.get("detail", "")))
-
-    def _start_failure(self, worker: _Worker) -> str | None:
-        if worker.load_error:
-            return worker.load_error
-        if worker.child.gone and not worker.ready:
-            return "the process ended while it imported the module"
-        if not worker.ready and time.monotonic() >= worker.deadline:
-            return f"the import took longer than {self._source.start_timeout_s:.0f} s"
-        return None
+    def _take(self, worker: _Worker, message: Any) -> None:
+        episode = message["episode"]
+        if episode in worker.calls:
+            worker.calls.discard(episode)
+            outcome = message["outcome"]
+            turn = Turn(message["observation"], message["reward"], message["done"]) if outcome == "ok" else None
+            if turn is None:
+                self.drop(episode)
+            detail = message.get("detail", "")
+            self._replies.append(Reply(episode=episode, turn=turn, outcome=outcome, detail=detail))
+        self._watch(worker, heard=True)
 
     def _end(self, worker: _Worker, outcome: Outcome, detail: str) -> None:
         """Kill a worker and all its episodes."""
-        worker.child.kill()
-        self._workers.remove(worker)
-        self._killed.append(worker.child)
+        self._kill(worker)
         for episode in sorted(worker.episodes, key=lambda e: (e not in worker.calls, e)):  # suspects come first
             del self._home[episode]
             kind: Outcome = outcome if episode in worker.calls else "lost"
             self._replies.append(Reply(episode=episode, turn=None, outcome=kind, detail=detail))
-
-    def _spawn(self) -> _Worker:
-        child = Child(self._source, self._search, _WORKER)
-        worker = _Worker(child, time.monotonic() + self._source.start_timeout_s)
-        self._workers.append(worker)
-        return worker
-
-    def _select(self, timeout_s: float) -> None:
-        """Wait until a child can be read (or written, where that is due); an ended one counts as readable."""
-        poller = select.poll()
-        for worker in self._workers:
-            writing = select.POLLOUT if worker.child.wants_to_write else 0
-            poller.register(worker.child.fileno(), select.POLLIN | writing)
-        poller.poll(max(0.0, timeout_s) * 1_000)

@@ -69,6 +69,7 @@ def _reward_model(config: Config, default_verifier: str) -> Source:
             "chat": config.task.chat,
         },
         setting="reward.model_path",
+        names_function=False,
         start_timeout_s=MODEL_START_S,
     )
 
@@ -83,6 +84,7 @@ def _judge(config: Config, default_verifier: str) -> Source:
             "limit_s": _JUDGE_SHARE * config.task.timeout_s,
         },
         setting="reward.judge_url",
+        names_function=False,
     )
 
 

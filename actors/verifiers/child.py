@@ -16,7 +16,7 @@ from typing import Any
 
 from actors.verifiers.wire import Unpacker
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _CHUNK = 1 << 18
 
 
@@ -33,6 +33,8 @@ class Source:
     """The setting that asks for it, as messages to the user name it."""
     start_timeout_s: float = 60.0
     """Limit of the import and of that one call."""
+    names_function: bool = True
+    """Whether the setting's value is the function; else it is one of ours that the user has not heard of."""
 
 
 class Child:
@@ -46,7 +48,7 @@ class Child:
         worker: module that the child runs.
     """
 
-    def __init__(self, source: Source, search: Sequence[str], worker: str = "actors.verifiers.worker") -> None:
+    def __init__(self, source: Source, search: Sequence[str], worker: str) -> None:
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         self._outbox = bytearray()

@@ -271,7 +271,12 @@ def test_a_source_with_parameters_is_made_once_and_then_scores_every_call(folder
 
 @pytest.mark.real
 def test_a_source_that_cannot_be_made_names_its_setting_and_the_reason(folder):
-    source = Source(function="user_verifier:scaled", parameters={"factor": 1, "broken": True}, setting="reward.x")
+    source = Source(
+        function="user_verifier:scaled",
+        parameters={"factor": 1, "broken": True},
+        setting="reward.x",
+        names_function=False,
+    )
     with pytest.raises(ConfigError, match=r"(?s)^reward\.x: .*ValueError: no such scale"):
         VerifierPool(source, 30.0, 1, folder)
 
