@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from actors.verifiers import child
 from actors.verifiers.child import Source
 from actors.verifiers.pool import VerifierPool
 from actors.verifiers.wire import Unpacker, pack
@@ -338,3 +339,8 @@ def _runs(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_children_find_our_packages_where_they_are_and_no_module_of_ours_by_a_bare_name():
+    assert (child._ROOT / "actors" / "verifiers" / "worker.py").is_file()
+    assert not list(child._ROOT.glob("*.py"))
