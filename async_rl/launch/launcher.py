@@ -199,10 +199,15 @@ class Launcher:
             return ("failed", self._failure(stop)) if all(c.poll() is not None for c in self.children) else None
         if server.poll() == 0:
             return self._server_has_ended(stop)
-        for child in (learner, server):
-            if child.poll():
-                return "failed", describe(child)
+        if server.poll():
+            return "failed", describe(server)
+        if learner.poll() and not (stop is not None and self._came_too_late(learner)):
+            return "failed", describe(learner)
         return None
+
+    def _came_too_late(self, child: Child) -> bool:
+        """Whether it was only starting when the run ended in order, so that the server sent it away."""
+        return not _has_joined(child, read_json(self.commands.out / "books.json"))
 
     def _server_has_ended(self, stop: Mapping[str, Any] | None) -> tuple[Status, str]:
         """The server left in order: its verdict counts, and who is still there (or was only starting) is ended."""

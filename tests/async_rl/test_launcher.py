@@ -258,6 +258,20 @@ def test_after_a_stop_what_never_joined_is_ended_without_waiting_for_it(launch, 
     assert codes == {"server": 0, "actor0": 0, "learner": -signal.SIGTERM, "evaluator": -signal.SIGTERM}
 
 
+@pytest.mark.parametrize(("joined", "status"), [(False, "stopped"), (True, "failed")])
+def test_a_learner_that_is_sent_away_because_the_run_is_over_is_no_failure(launch, tmp_path, joined, status):
+    def turn(line):
+        if line.turns == 2:
+            clients = [{"name": "learner0", "role": "learner"}] if joined else []
+            (tmp_path / "books.json").write_text(json.dumps({"status": "stopped", "clients": clients}))
+            line.queue.append(({"type": "stop", "reason": "asked to stop", "error": False}, []))
+            (tmp_path / "exit_learner").write_text("1")
+        if line.turns == 40:
+            line.end_all(0)
+
+    assert launch(turn).outcome.status == status
+
+
 def test_a_rank_that_was_killed_is_named_with_its_signal_instead_of_the_backends_words(launch, tmp_path):
     report = (
         "[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: Connection reset by peer\n"

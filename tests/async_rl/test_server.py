@@ -565,7 +565,7 @@ def test_a_resumed_server_keeps_all_lines_but_those_that_it_writes_again(tmp_pat
         assert learner.request("snapshot", "snapshot", path=str(checkpoint))[0]["ok"]
         beats = len((tmp_path / "timeline.jsonl").read_text().split("\n")) - 1
     known = json.loads((checkpoint / "ledger.json").read_text())
-    redone = [known["next_ordinal"], *(ordinal for ordinal, _ in known["open"])]
+    redone = [known["next_ordinal"], *(ordinal for ordinal, *_ in known["open"])]
     kept = [{"ordinal": 0, "prompt": text}]
     rows = [*kept, *({"ordinal": ordinal, "prompt": "lost with the crash"} for ordinal in redone)]
     with open(tmp_path / "samples.jsonl", "w", encoding="utf-8") as file:
