@@ -13,6 +13,8 @@ them, so that the wire carries one frame per array and nothing is copied on the 
 | versions     | int32   | [T]   | weight version that sampled the token; -1 off mask                     |
 | ref_logprobs | float32 | [T]   | optional: of the frozen reference                                      |
 | values       | float32 | [T]   | optional: of the critic                                                |
+
+The control domain has arrays [T, N, ...] of its own, see :mod:`async_rl.control.fragment`.
 """
 
 from __future__ import annotations
@@ -35,6 +37,10 @@ TOKEN_FIELDS: Mapping[str, str] = {
     "values": "float32",
 }
 """dtype of each known array of the token domain; all are ``[T]``."""
+
+UNALIGNED = ("last_obs/", "final_obs/", "hidden/", "episode_")
+"""Arrays of the control domain whose names begin so have a first axis of their own, see
+:mod:`async_rl.control.fragment`."""
 
 REQUIRED_TOKEN_FIELDS = ("tokens", "loss_mask", "logprobs", "versions")
 

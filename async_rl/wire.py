@@ -18,7 +18,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from async_rl.data import REQUIRED_TOKEN_FIELDS, TOKEN_FIELDS, Annotation, Group
+from async_rl.data import REQUIRED_TOKEN_FIELDS, TOKEN_FIELDS, UNALIGNED, Annotation, Group
 from async_rl.errors import WireError
 
 SCHEMA_VERSION = 1
@@ -200,7 +200,7 @@ def _decode_group(entry: Any, frames: Sequence[Frame], cursor: int, limits: Limi
         if name not in arrays:
             raise WireError("missing_array", name)
     for name, array in arrays.items():
-        if array.ndim < 1 or array.shape[0] != total:
+        if array.ndim < 1 or (array.shape[0] != total and not name.startswith(UNALIGNED)):
             raise WireError("bad_shape", f"{name} {array.shape}, lengths sum to {total}")
         if "tokens" in arrays and name in TOKEN_FIELDS and (array.dtype != TOKEN_FIELDS[name] or array.ndim != 1):
             raise WireError("bad_dtype", f"{name} must be {TOKEN_FIELDS[name]} [T], got {array.dtype} {array.shape}")

@@ -5,13 +5,17 @@
     module .grad      ──views──► grad_and_tail = [ grad │ tail ]      float32; the tail carries the step's scalars
 
 Each tensor starts on a multiple of 128 bytes (64 in bfloat16), as kernels like it; the gaps are zero and stay zero.
+
+State that no gradient moves (running statistics, frozen networks) can lie there, too, behind the parameters of its
+module: so it is broadcast, compared, checkpointed and published with them, and no rank can drift apart unseen. The
+optimiser leaves it alone (:meth:`FlatParameters.trained_span`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,9 +45,10 @@ class FlatParameters:
         device: where the vectors live; buffers of the modules must be there already.
         num_scalars: length of the tail.
         dtype: compute type; bfloat16 keeps ``data`` as float32 master and a working copy that the modules use.
+        with_state: take in the modules' buffers and frozen parameters as well; all must be float32.
 
     Raises:
-        ValueError: nothing is trainable.
+        ValueError: nothing is trainable, or some state is not float32.
     """
 
     def __init__(
@@ -52,11 +57,18 @@ class FlatParameters:
         device: torch.device,
         num_scalars: int,
         dtype: torch.dtype = torch.float32,
+        with_state: bool = False,
     ) -> None:
         named = list(_trainable(modules))
         if not named:
             raise ValueError(f"no trainable parameter in {sorted(modules)}")
-        self.layout = _lay_out(named)
+        states = list(_state(modules)) if with_state else []
+        mixed = [name for name, tensor in states if tensor.dtype != torch.float32]
+        if mixed:
+            raise ValueError(f"{', '.join(mixed)}: buffers and frozen parameters must be float32 to lie in the vector")
+        if states and dtype != torch.float32:
+            raise ValueError("state lies in the float32 vector only; bfloat16 modules would read a rounded copy of it")
+        tensors, self.layout = _lay_out_by_role(modules, named, states)
         self.roles = tuple(modules)
         self.size = _aligned(self.layout[-1].offset + self.layout[-1].numel)
         self.data = torch.zeros(self.size, dtype=torch.float32, device=device)
@@ -64,13 +76,15 @@ class FlatParameters:
         self.grad_and_tail = torch.zeros(self.size + num_scalars, dtype=torch.float32, device=device)
         self.grad = self.grad_and_tail[: self.size]
         self.tail = self.grad_and_tail[self.size :]
-        self._parameters = [parameter for _, parameter in named]
-        for slot, parameter in zip(self.layout, self._parameters, strict=True):
-            view_of(self.data, slot).copy_(parameter.detach())
-            parameter.data = view_of(self.working, slot)
-            parameter.grad = None
-            parameter.grad_dtype = torch.float32  # bfloat16 gradients are added up in float32
-            parameter.grad = view_of(self.grad, slot)
+        self._tensors = tensors
+        self._trained = {id(parameter) for _, parameter in named}
+        for slot, tensor in zip(self.layout, tensors, strict=True):
+            view_of(self.data, slot).copy_(tensor.detach())
+            tensor.data = view_of(self.working, slot)
+            if id(tensor) in self._trained:
+                tensor.grad = None
+                tensor.grad_dtype = torch.float32  # bfloat16 gradients are added up in float32
+                tensor.grad = view_of(self.grad, slot)
         self._master = Parkable(self.data)
         self.refresh()
 
@@ -85,6 +99,13 @@ class FlatParameters:
         """The part of the vectors that one module has, gaps included; parts of all modules make up the whole."""
         following = [self.slots(r)[0].offset for r in self.roles[self.roles.index(role) + 1 :]]
         return slice(self.slots(role)[0].offset, following[0] if following else self.size)
+
+    def trained_span(self, role: str) -> slice:
+        """The same without its state: what an optimiser may change."""
+        span = self.span(role)
+        offsets = {s.offset for s in self.layout if span.start <= s.offset < span.stop}
+        state = [s.offset for s, t in zip(self.layout, self._tensors, strict=True) if id(t) not in self._trained]
+        return slice(span.start, min((o for o in state if o in offsets), default=span.stop))
 
     def refresh(self) -> None:
         """Bring the working copy up to date with the master, after anything wrote to ``data``."""
@@ -101,14 +122,37 @@ class FlatParameters:
         Raises:
             RuntimeError: names the tensor whose ``.data`` or ``.grad`` was replaced.
         """
-        for slot, parameter in zip(self.layout, self._parameters, strict=True):
+        for slot, parameter in zip(self.layout, self._tensors, strict=True):
             if parameter.data_ptr() != view_of(self.working, slot).data_ptr():
                 raise RuntimeError(f"{slot.name}: its .data was replaced, so it is no view of the flat vector any more")
+            if id(parameter) not in self._trained:
+                continue
             if parameter.grad is None or parameter.grad.data_ptr() != view_of(self.grad, slot).data_ptr():
                 raise RuntimeError(
                     f"{slot.name}: its .grad was replaced, so its gradient would not be reduced; use zero_grad() of "
                     "the flat parameters, not of the module or an optimiser"
                 )
+
+    def check_graph(self, loss: torch.Tensor) -> None:
+        """Make sure that ``loss`` has gradients for nothing but what lies in the flat vector; walks its whole graph.
+
+        Raises:
+            RuntimeError: a module outside is part of it: no rank would hear of its gradient, and no optimiser.
+        """
+        seen: set[Any] = set()
+        waiting: list[Any] = [loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in self._trained:
+                raise RuntimeError(
+                    f"the loss has a gradient for a tensor {list(leaf.shape)} outside the flat vector: its module would "
+                    "not be synchronised over the ranks; give it to FlatParameters with the others"
+                )
+            waiting.extend(following for following, _ in node.next_functions)
 
     def checksum(self) -> int:
         """xxh3-64 over the bytes of ``data``."""
@@ -161,7 +205,32 @@ def _trainable(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Param
                 yield prefix + name, parameter
 
 
-def _lay_out(named: list[tuple[str, nn.Parameter]]) -> tuple[Slot, ...]:
+def _state(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers and frozen parameters, each once."""
+    seen: set[int] = set()
+    for role, module in modules.items():
+        prefix = f"{role}." if len(modules) > 1 else ""
+        frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        for name, tensor in (*frozen, *module.named_buffers()):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield prefix + name, tensor
+
+
+def _lay_out_by_role(
+    modules: Mapping[str, nn.Module],
+    named: list[tuple[str, nn.Parameter]],
+    states: list[tuple[str, torch.Tensor]],
+) -> tuple[list[torch.Tensor], tuple[Slot, ...]]:
+    """Parameters of a module, then its state, then the next module's."""
+    ordered: list[tuple[str, torch.Tensor]] = []
+    for role in modules:
+        for found in (named, states):
+            ordered += [(n, t) for n, t in found if len(modules) == 1 or n.partition(".")[0] == role]
+    return [tensor for _, tensor in ordered], _lay_out(ordered)
+
+
+def _lay_out(named: list[tuple[str, torch.Tensor]]) -> tuple[Slot, ...]:
     slots, offset = [], 0
     for name, parameter in named:
         shape = tuple(parameter.shape)

@@ -29,7 +29,7 @@ class FlatAdamW:
         self._flat = flat
         self._parameters: dict[str, nn.Parameter] = {}
         for role in flat.roles:
-            span = flat.span(role)
+            span = flat.trained_span(role)
             self._parameters[role] = nn.Parameter(flat.data[span])
             self._parameters[role].grad = flat.grad[span]
         groups = [{"params": [parameter]} for parameter in self._parameters.values()]
@@ -50,7 +50,10 @@ class FlatAdamW:
             zeros = torch.zeros(self._flat.size)
             return {"exp_avg": zeros, "exp_avg_sq": zeros.clone(), "step": torch.zeros(())}
         parts = self._parked or [{name: Parkable(state[name]) for name in _MOMENTS} for state in states]
-        moments = {name: torch.cat([part[name].on_cpu() for part in parts]) for name in _MOMENTS}
+        moments = {name: torch.zeros(self._flat.size) for name in _MOMENTS}
+        for role, part in zip(self._parameters, parts, strict=True):
+            for name, whole in moments.items():
+                whole[self._flat.trained_span(role)] = part[name].on_cpu()
         return moments | {"step": states[0]["step"].detach().cpu().clone()}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -63,7 +66,8 @@ class FlatAdamW:
             raise ValueError(f"moments of {state['exp_avg'].numel()} elements for a vector of {self._flat.size}")
         device = self._flat.data.device
         for role, parameter in self._parameters.items():
-            moments = {name: state[name][self._flat.span(role)].clone().to(device, torch.float32) for name in _MOMENTS}
+            span = self._flat.trained_span(role)
+            moments = {name: state[name][span].clone().to(device, torch.float32) for name in _MOMENTS}
             self._adamw.state[parameter] = moments | {"step": state["step"].clone().to(device, torch.float32)}
         self._parked = []
 

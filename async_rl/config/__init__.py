@@ -5,43 +5,62 @@
 Nothing here imports torch, so the command line can check a file at once.
 """
 
-from async_rl.config.load import load_config, parse_config, preset_names, to_toml
-from async_rl.config.sections import (
+from async_rl.config.base import (
     MAX_INT,
-    ActorsConfig,
-    AlgorithmConfig,
     BufferConfig,
     CheckpointConfig,
+    LogConfig,
+    RunConfig,
+    WeightsConfig,
+)
+from async_rl.config.control import ControlConfig
+from async_rl.config.load import (
+    AnyConfig,
+    load_any,
+    load_config,
+    load_control,
+    parse_config,
+    parse_control,
+    preset_names,
+    to_toml,
+)
+from async_rl.config.sections import (
+    ActorsConfig,
+    AlgorithmConfig,
     Config,
     EvalConfig,
     LearnerConfig,
-    LogConfig,
     ModelConfig,
     ReferenceConfig,
     RewardConfig,
     SamplingConfig,
     TaskConfig,
-    WeightsConfig,
 )
 
 __all__ = [
     "MAX_INT",
     "ActorsConfig",
     "AlgorithmConfig",
+    "AnyConfig",
     "BufferConfig",
     "CheckpointConfig",
     "Config",
+    "ControlConfig",
     "EvalConfig",
     "LearnerConfig",
     "LogConfig",
     "ModelConfig",
     "ReferenceConfig",
     "RewardConfig",
+    "RunConfig",
     "SamplingConfig",
     "TaskConfig",
     "WeightsConfig",
+    "load_any",
     "load_config",
+    "load_control",
     "parse_config",
+    "parse_control",
     "preset_names",
     "to_toml",
 ]

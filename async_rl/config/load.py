@@ -8,14 +8,19 @@ import tomllib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from async_rl.config.checks import without_effect
+from async_rl.config.control import ControlConfig
+from async_rl.config.control_checks import control_without_effect
 from async_rl.config.recipes import without_tuning
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+
+AnyConfig = Config | ControlConfig
+_Kind = TypeVar("_Kind", Config, ControlConfig)
 
 
 def preset_names() -> list[str]:
@@ -24,7 +29,31 @@ def preset_names() -> list[str]:
 
 
 def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
-    """Read a preset or a TOML file, apply ``key.path=value`` overrides, validate.
+    """:func:`load_any` for a language model's run.
+
+    Raises:
+        ConfigError: as there, or the run controls environments.
+    """
+    config = load_any(source, overrides)
+    if isinstance(config, ControlConfig):
+        raise ConfigError(f"{source} has domain = 'control': it trains no language model")
+    return config
+
+
+def load_control(source: str, overrides: Sequence[str] = ()) -> ControlConfig:
+    """:func:`load_any` for a run that controls environments.
+
+    Raises:
+        ConfigError: as there, or the run trains a language model.
+    """
+    config = load_any(source, overrides)
+    if not isinstance(config, ControlConfig):
+        raise ConfigError(f"{source} controls no environment: it lacks domain = 'control'")
+    return config
+
+
+def load_any(source: str, overrides: Sequence[str] = ()) -> AnyConfig:
+    """Read a preset or a TOML file, apply ``key.path=value`` overrides, validate; ``domain`` in it says what it trains.
 
     A recipe that is named by an override wins over the file where the file tuned another algorithm.
 
@@ -56,25 +85,35 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
         raw = without_tuning(raw, given["algorithm.name"])
     for override in overrides:
         _apply(raw, override)
-    return parse_config(raw)
+    return parse_control(raw) if "domain" in raw else parse_config(raw)
 
 
 def parse_config(raw: dict[str, Any]) -> Config:
-    """Validate a plain dictionary.
+    """Validate a plain dictionary as a language model's run.
 
     Raises:
         ConfigError: every problem on its own line, unknown keys with the nearest known one.
     """
+    return _validate(Config, raw)
+
+
+def parse_control(raw: dict[str, Any]) -> ControlConfig:
+    """Validate a plain dictionary as a run that controls environments; errors as :func:`parse_config`."""
+    return _validate(ControlConfig, raw)
+
+
+def _validate(kind: type[_Kind], raw: dict[str, Any]) -> _Kind:
     try:
-        return Config.model_validate(raw)
+        return kind.model_validate(raw)
     except ValidationError as error:
-        lines = [_explain(e["loc"], e["type"], e["msg"], e.get("input")) for e in error.errors()]
+        lines = [_explain(kind, e["loc"], e["type"], e["msg"], e.get("input")) for e in error.errors()]
         raise ConfigError("\n".join(lines)) from None
 
 
-def to_toml(config: Config) -> str:
+def to_toml(config: AnyConfig) -> str:
     """The resolved configuration as TOML that :func:`load_config` reads back; what has no effect in it is left out."""
-    lines, tables, idle = [], [], without_effect(config)
+    lines, tables = [], []
+    idle = control_without_effect(config) if isinstance(config, ControlConfig) else without_effect(config)
     for key, value in config.model_dump().items():
         if isinstance(value, dict):
             body = [f"{k} = {_toml_value(v)}" for k, v in value.items() if f"{key}.{k}" not in idle]
@@ -89,8 +128,10 @@ def _presets() -> Any:
 
 
 def _toml_value(value: Any) -> str:
-    if isinstance(value, tuple):
-        value = list(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
     return json.dumps(value, ensure_ascii=False).replace(
         "\x7f", "\\u007f"
     )  # TOML wants this one escaped, JSON does not
@@ -123,12 +164,12 @@ def _parse_override(override: str) -> tuple[str, Any]:
         return key.strip(), text.strip()
 
 
-def _explain(loc: tuple[int | str, ...], kind: str, message: str, value: Any) -> str:
+def _explain(config: type[_Kind], loc: tuple[int | str, ...], kind: str, message: str, value: Any) -> str:
     where = ".".join(str(p) for p in loc) or "config"
     if kind != "extra_forbidden":
         shown = "" if isinstance(value, dict) or not loc else f" = {value!r}"
         return f"{where}{shown}: {message.removeprefix('Value error, ')}"
-    section: Any = Config
+    section: Any = config
     for part in loc[:-1]:
         section = section.model_fields[str(part)].annotation
     near = difflib.get_close_matches(str(loc[-1]), section.model_fields, 1)

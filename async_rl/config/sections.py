@@ -1,34 +1,14 @@
-"""The settings of a run, section by section: names, types, defaults, meaning; what they mean together: checks.py."""
+"""The settings of a language model's run, by section: names, types, defaults, meaning; what they mean together: checks.py."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
+from async_rl.config.base import ActorsBase, EvalBase, LearnerBase, RunConfig, Section
 from async_rl.config.checks import check_effect, check_together
 from async_rl.config.recipes import with_recipe
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-MAX_INT = 1 << 62
-"""Whole numbers are below it: they go into TOML, messages and random generators, which hold 64 bits."""
-
-
-class Section(BaseModel):
-    """A strict, frozen block of settings."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, strict=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _check_size(cls, value: Any) -> Any:
-        """Refuse whole numbers that no message can carry."""
-        if isinstance(value, int) and abs(value) >= MAX_INT:
-            raise ValueError(f"a whole number must be below {MAX_INT}")
-        return value
 
 
 class ModelConfig(Section):
@@ -91,40 +71,9 @@ class SamplingConfig(Section):
     """Must be 1 for ratio losses: a truncated distribution has no ratio to the full one."""
 
 
-class BufferConfig(Section):
-    """The staleness-bounded buffer and its server."""
-
-    bind: str = "tcp://127.0.0.1:*"
-    """Address of the server; ``*`` takes a free port, which is printed."""
-    insecure: bool = False
-    """Allow an address that other hosts can reach, without keys."""
-    groups_per_step: int = Field(64, ge=1)
-    """Groups that one learner step trains on."""
-    max_staleness: int = Field(2, ge=0)
-    """η, in learner versions; 0 is synchronous training."""
-    stragglers: Literal["wait", "reissue"] = "wait"
-    """What happens to an open ticket that would pass η: the step waits for it, or a fresh attempt replaces it."""
-    max_uses: int = Field(1, ge=1)
-    """How often a group may be trained inside its bound."""
-    replace_zero_variance: bool = False
-    """Replace groups whose rewards are all equal by fresh ones (dynamic sampling)."""
-    lease_s: float = Field(120.0, gt=0)
-    """An actor must return a ticket within this time, or it is reissued."""
-    heartbeat_s: float = Field(2.0, gt=0)
-    """Every client says that it lives this often; three missed ones and it is dead."""
-    watchdog_s: float = Field(120.0, gt=0)
-    """After this time without an accepted group the oldest tickets are printed and reissued."""
-    watchdog_rounds: int = Field(3, ge=1)
-    """After this many rounds in a row the run ends with that table."""
-    max_bytes: int = Field(4 << 30, ge=1 << 20)
-    """Most bytes of trajectories that the server holds; beyond it no tickets are issued."""
-
-
-class ActorsConfig(Section):
+class ActorsConfig(ActorsBase):
     """The rollout actors."""
 
-    count: int = Field(1, ge=1)
-    """Actor processes that ``run`` starts on this machine."""
     engine: Literal["torch", "vllm", "mock"] = "torch"
     """``torch`` is embedded, ``vllm`` is real vLLM, ``mock`` has no model."""
     placement: Literal["separate", "colocated"] = "separate"
@@ -139,6 +88,11 @@ class ActorsConfig(Section):
     """``mock``: sigma of the log-normal latency."""
     mock_tokens: int = Field(16, ge=1)
     """``mock``: mean completion length (geometric, at most ``max_new_tokens``)."""
+
+    @property
+    def colocated(self) -> bool:
+        """Whether actors and learner take turns on the same device."""
+        return self.placement == "colocated"
 
 
 class RewardConfig(Section):
@@ -244,92 +198,39 @@ class AlgorithmConfig(Section):
     """Passes over the batch per step."""
 
 
-class LearnerConfig(Section):
+class LearnerConfig(LearnerBase):
     """The learner group."""
 
-    ranks: int = Field(1, ge=1)
-    """Processes of the group on this machine."""
-    lr: float = Field(3e-4, ge=0)
-    """Learning rate of AdamW."""
     lr_schedule: Literal["constant", "kl_adaptive"] = "constant"
-    """``kl_adaptive`` multiplies or divides by 1.5 when the measured KL is below half or above twice ``kl_target``."""
-    kl_target: float = Field(0.01, gt=0)
-    """Target of the adaptive schedule (KL between behaviour and current policy)."""
+    """``kl_adaptive`` multiplies or divides by 1.5 when the measured KL (between behaviour and current policy) is below
+    half or above twice ``kl_target``."""
     critic_lr: float = Field(0.0, ge=0)
     """Learning rate of the critic's own parameters; 0: 10 times ``lr`` for a head, ``lr`` for a model."""
     warmup_steps: int = Field(0, ge=0)
     """Linear warm-up of the learning rate."""
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)  # TOML has lists only
-    max_grad_norm: float = Field(1.0, gt=0)
-    """One norm over the flat gradient of all modules."""
     micro_batch_tokens: int = Field(16_384, ge=1)
     """Most tokens (padding included) of one forward and backward."""
-    checksum_every: int = Field(20, ge=1)
-    """Steps between comparisons of the ranks' flat parameters."""
-    timeout_s: float = Field(300.0, gt=0)
-    """Deadline of a collective."""
-    step_deadline_s: float = Field(3600.0, gt=0)
-    """A learner that neither finishes its step (or its start) nor asks for data in this time is hung: the run ends."""
 
 
-class WeightsConfig(Section):
-    """How versions of the weights reach the actors."""
-
-    path: Literal["auto", "shm", "zmq"] = "auto"
-    """``auto`` takes shared memory on the learner's host and ZeroMQ elsewhere."""
-    commit_deadline_s: float = Field(60.0, gt=0)
-    """An actor that has not committed an announced version in this time gets no tickets until it has (is fenced)."""
-    chunk_bytes: int = Field(4 << 20, ge=1 << 10, multiple_of=4)
-    """Bytes per chunk and checksum."""
-
-
-class EvalConfig(Section):
+class EvalConfig(EvalBase):
     """Evaluation on held-out problems: greedy, pinned to one version, in its own process."""
 
-    every: int = Field(20, ge=0)
-    """Steps between evaluations; 0: only at start and end."""
     problems: int = Field(500, ge=1)
     """Held-out problems used."""
 
 
-class CheckpointConfig(Section):
-    """Checkpoints; one is always written at the end and on Ctrl-C."""
+class Config(RunConfig):
+    """One run that trains a language model."""
 
-    every: int = Field(50, ge=0)
-    """Steps between checkpoints; 0: only at the end."""
-    keep: int = Field(2, ge=1)
-    """Newest checkpoints that stay on disk."""
-
-
-class LogConfig(Section):
-    """Where metrics go, beside ``metrics.jsonl``."""
-
-    wandb: bool = True
-    """Weights & Biases; offline unless a key is set."""
-    wandb_project: str = "async_rl"
-    tensorboard: bool = True
-
-
-class Config(Section):
-    """One run."""
-
-    name: str = "run"
-    seed: int = Field(0, ge=0)
-    steps: int = Field(100, ge=1)
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     sampling: SamplingConfig = SamplingConfig()
-    buffer: BufferConfig = BufferConfig()
     actors: ActorsConfig = ActorsConfig()
     reward: RewardConfig = RewardConfig()
     reference: ReferenceConfig = ReferenceConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     learner: LearnerConfig = LearnerConfig()
-    weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -347,6 +248,26 @@ class Config(Section):
         return self
 
     @property
+    def device(self) -> Literal["auto", "cpu", "cuda"]:
+        """Where engines and learner compute."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]:
+        """Type of the published weights."""
+        return self.model.dtype
+
+    @property
+    def group_size(self) -> int:
+        """Completions of a prompt."""
+        return self.sampling.group_size
+
+    @property
+    def split_minibatches(self) -> int:
+        """Mini-batches into which the server splits a batch."""
+        return self.algorithm.minibatches
+
+    @property
     def stages(self) -> tuple[str, ...]:
         """Names of the stages that scorers add to a submitted group before it is ready: ``reward``, ``reference``."""
         reward = ("reward",) if self.reward.placement == "scorer" else ()
@@ -362,9 +283,9 @@ class Config(Section):
         """Most sampled tokens of one trajectory."""
         return self.sampling.max_new_tokens * (self.task.max_turns if self.task.environment else 1)
 
-    def contract_hash(self) -> str:
-        """Hash of what all sides must agree on: model, task, sampling, rewards, reference, seed. For the handshake."""
-        agreed = {
+    def contract(self) -> dict[str, Any]:
+        """What all sides must agree on: model, task, sampling, rewards, reference, seed."""
+        return {
             "seed": self.seed,
             "model": self.model.model_dump(exclude={"device"}),
             "task": self.task.model_dump(exclude={"verifiers", "timeout_s", "curriculum"}),
@@ -372,4 +293,3 @@ class Config(Section):
             "reward": self.reward.model_dump(exclude={"scorers"}),
             "reference": self.reference.path if self.needs_reference else None,
         }
-        return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""Vectorised environments behind one interface, see base.py; made by factory.py."""
