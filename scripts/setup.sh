@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Creates .venv if it is missing and installs the package with the tested versions; a second run does nothing.
 #
-#   bash scripts/setup.sh            what a run of a built-in task needs
-#   bash scripts/setup.sh tasks      also Hugging Face datasets and reasoning-gym (450 MB on disk)
-#   bash scripts/setup.sh dev vllm   also what the tests need (dev, tasks included), and vLLM's CPU build (vllm)
+#   bash scripts/setup.sh            what a run of a built-in language task needs
+#   bash scripts/setup.sh control    also environments: gymnasium, MuJoCo, export (200 MB on disk)
+#   bash scripts/setup.sh tasks      also Hugging Face datasets and reasoning-gym (450 MB)
+#   bash scripts/setup.sh dev vllm   also what the tests need (dev: control and tasks included), and vLLM's CPU build (vllm)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -25,34 +26,38 @@ if [ ! -x .venv/bin/python ]; then
   "$python" -m venv .venv || { rm -rf .venv; echo "setup: python3-venv is missing (Debian: apt-get install python3-venv)" >&2; exit 1; }
 fi
 
-# One stamp per part, holding a hash of what was installed: unchanged means nothing to do.
+# A stamp per extra, holding a hash of what was installed: unchanged means nothing to do.
 digest() { cat "$@" | sha256sum | cut -d' ' -f1; }
 is_done() { [ "$(cat ".venv/.installed-$1" 2>/dev/null)" = "$2" ]; }
 mark_done() { echo "$2" >".venv/.installed-$1"; }
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 
 want="$(digest pyproject.toml constraints.txt)"
-extras=smollm2
+extras=(smollm2)
 for part in "$@"; do
   case "$part" in
-    tasks) [ "$extras" = smollm2 ] && extras=tasks ;;
-    dev) extras=tasks,control,dev ;;
+    control | tasks) extras+=("$part") ;;
+    dev) extras+=(tasks control dev) ;;
     vllm) ;;
-    *) echo "setup: unknown part '$part' (tasks, dev, vllm)" >&2; exit 2 ;;
+    *) echo "setup: unknown part '$part' (control, tasks, dev, vllm)" >&2; exit 2 ;;
   esac
 done
-if [ "$extras" != smollm2 ] && ! command -v cc >/dev/null && ! command -v gcc >/dev/null; then
+if [[ " ${extras[*]} " == *" tasks "* ]] && ! command -v cc >/dev/null && ! command -v gcc >/dev/null; then
   echo "setup: no C compiler, which reasoning-gym needs: it is left out, its tests are skipped (Debian: apt-get install gcc python3-dev)"
-  extras="smollm2${extras#tasks}"
+  extras=("${extras[@]/#tasks/smollm2}")
 fi
 
-# What was installed with more extras serves for fewer.
-if ! is_done "$extras" "$want" && ! is_done tasks,control,dev "$want" && { [ "$extras" != smollm2 ] || ! is_done tasks "$want"; }; then
+missing=()
+for extra in "${extras[@]}"; do
+  is_done "$extra" "$want" || missing+=("$extra")
+done
+if [ "${#missing[@]}" -gt 0 ]; then
   echo "setup: installing PyTorch (the largest download)"
   pip install --quiet -c constraints.txt torch==2.13.0
-  echo "setup: installing async-rl[$extras]"
-  pip install --quiet -c constraints.txt -e ".[$extras]"
-  mark_done "$extras" "$want"
+  list="$(IFS=,; echo "${missing[*]}")"
+  echo "setup: installing async-rl[$list]"
+  pip install --quiet -c constraints.txt -e ".[$list]"
+  for extra in "${missing[@]}"; do mark_done "$extra" "$want"; done
 fi
 
 if [[ " $* " == *" vllm "* ]]; then

@@ -1,4 +1,4 @@
-"""The settings of a run that controls environments (``domain = "control"``), by section; contradictions: control_checks.py.
+"""The settings of a run that controls environments (``domain = "control"``), by section; checks: control_checks.py.
 
 Names and defaults follow rsl_rl where it has them, so that its users find what they know.
 """
@@ -165,8 +165,8 @@ class SymmetryConfig(Section):
     """Mirrored data and mirror loss (Mittal et al. 2024)."""
 
     function: str = ""
-    """``module:function``: ``f(observations, actions) -> (observations, actions)``, the originals first and their mirror
-    images behind them; either argument may be None; empty: no symmetry."""
+    """``module:function``: ``f(observations, actions) -> (observations, actions)``, the originals first and their
+    mirror images behind them; either argument may be None; empty: no symmetry."""
     augment: bool = False
     """Train on the mirror images, too."""
     mirror_coef: float = Field(0.0, ge=0)

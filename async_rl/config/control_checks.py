@@ -1,4 +1,4 @@
-"""What control settings mean together: useless ones and contradictions are refused, each with the knob to change. Pure."""
+"""What control settings mean together: useless ones and contradictions are refused, with the knob to change. Pure."""
 
 from __future__ import annotations
 
@@ -114,19 +114,19 @@ def _contradictions(config: ControlConfig) -> Iterator[str]:
         yield "algorithm.name = 'distillation' needs a teacher: set teacher.path to the folder of its run"
     if algorithm.name == "distillation" and learner.lr_schedule == "kl_adaptive":
         yield (
-            "learner.lr_schedule = 'kl_adaptive' with algorithm.name = 'distillation': there is no KL to adapt to; set it "
-            "to 'constant' or 'linear'"
+            "learner.lr_schedule = 'kl_adaptive' with algorithm.name = 'distillation': there is no KL to adapt to; "
+            "set it to 'constant' or 'linear'"
         )
     if policy.network == "transformer" and algorithm.name != "grpo":
         yield "policy.network = 'transformer' has no critic; set algorithm.name = 'grpo'"
     if config.is_recurrent and algorithm.name == "grpo":
         yield f"policy.network = {policy.network!r} with algorithm.name = 'grpo' is not built; set it to 'mlp'"
     if config.is_recurrent and config.symmetry.function:
-        yield "symmetry.function with a recurrent policy: hidden states have no mirror image; set policy.network = 'mlp'"
+        yield "symmetry.function with a recurrent policy: a hidden state has no mirror; set policy.network = 'mlp'"
     if config.is_recurrent and algorithm.minibatches > config.env.num_envs:
         yield (
-            f"algorithm.minibatches = {algorithm.minibatches} > env.num_envs = {config.env.num_envs}: a recurrent policy "
-            "is trained on whole environments; lower algorithm.minibatches"
+            f"algorithm.minibatches = {algorithm.minibatches} > env.num_envs = {config.env.num_envs}: a recurrent "
+            "policy is trained on whole environments; lower algorithm.minibatches"
         )
     if config.amp.style_weight > 0 and not config.amp.expert:
         yield "amp.style_weight needs amp.expert = FILE.safetensors with expert transitions"

@@ -1,4 +1,4 @@
-"""The settings of a language model's run, by section: names, types, defaults, meaning; what they mean together: checks.py."""
+"""The settings of a language model's run, by section: names, types, defaults, meaning; contradictions: checks.py."""
 
 from __future__ import annotations
 

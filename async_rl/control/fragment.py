@@ -3,23 +3,26 @@
 A *fragment* is T steps of N environments, one trajectory with arrays [T, N, ...]. The environments go on where the
 fragment before ended, so that what follows the last step is sent along.
 
-| name              | dtype    | shape       | meaning                                                                     |
-|-------------------|----------|-------------|-----------------------------------------------------------------------------|
-| obs/GROUP         | as space | [T, N, ...] | what the policy saw before the step                                         |
-| actions           | float32, int32 | [T, N, A] | what it did, before the environment clipped it                           |
-| logprobs          | float32  | [T, N]      | of the action, summed over its parts                                        |
-| versions          | int32    | [T, N]      | weight version that acted; -1: a reset step, in which no action counted     |
-| step_rewards      | float32  | [T, N]      | of the environment                                                          |
-| terminated        | bool     | [T, N]      | the episode ended in a state without a future                               |
-| truncated         | bool     | [T, N]      | the episode was cut off: its future is worth what the critic says           |
-| last_obs/GROUP    | as space | [1, N, ...] | what the policy sees next                                                   |
-| final_obs/GROUP   | as space | [K, ...]    | what followed the K truncated steps (row-major order of ``truncated``), where the environment tells; all or none of the groups |
-| hidden/NAME       | float32  | [L, N, H]   | recurrent: state before the first step, of layer l                          |
-| episode_returns   | float32  | [E]         | sums of rewards of the episodes that ended in the fragment                  |
-| episode_lengths   | int32    | [E]         | and their steps                                                             |
+| name            | dtype          | shape       | meaning                                                            |
+|-----------------|----------------|-------------|--------------------------------------------------------------------|
+| obs/GROUP       | as space       | [T, N, ...] | what the policy saw before the step                                |
+| actions         | float32, int32 | [T, N, A]   | what it did, before the environment clipped it                     |
+| logprobs        | float32        | [T, N]      | of the action, summed over its parts                               |
+| versions        | int32          | [T, N]      | weight version that acted; -1: a reset step, no action counted     |
+| step_rewards    | float32        | [T, N]      | of the environment                                                 |
+| terminated      | bool           | [T, N]      | the episode ended in a state without a future                      |
+| truncated       | bool           | [T, N]      | it was cut off: its future is worth what the critic says           |
+| last_obs/GROUP  | as space       | [1, N, ...] | what the policy sees next                                          |
+| final_obs/GROUP | as space       | [K, ...]    | what followed the K truncated steps, row-major as in ``truncated`` |
+| hidden/NAME     | float32        | [L, N, H]   | recurrent: state before the first step, of layer l                 |
+| episode_returns | float32        | [E]         | sums of rewards of the episodes that ended in the fragment         |
+| episode_lengths | int32          | [E]         | and their steps                                                    |
 
-A group of *episodes* (``grpo``) has G trajectories, the arrays concatenated over time: ``obs/GROUP`` [S, ...], ``actions`` [S, A],
-``logprobs`` and ``versions`` [S, A] (each part of an action has its own), and ``rewards`` [G], one per episode.
+``final_obs`` is there for all groups or for none: some environments do not tell it.
+
+A group of *episodes* (``grpo``) has G trajectories, the arrays concatenated over time: ``obs/GROUP`` [S, ...],
+``actions`` [S, A], ``logprobs`` and ``versions`` [S, A] (each part of an action has its own), and ``rewards`` [G], one
+per episode.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Action:
     choices: tuple[int, ...] = ()
     """``discrete``: number of choices of each of the A parts."""
     low: tuple[float, ...] = ()
-    """``continuous``: bounds that the environment clips to; infinite where there are none. The policy is not bounded."""
+    """``continuous``: bounds that the environment clips to; infinite where there are none. The policy has none."""
     high: tuple[float, ...] = ()
 
 

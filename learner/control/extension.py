@@ -34,7 +34,7 @@ class Extension(Protocol):
         """
 
     def loss(self, rollout: Rollout, index: torch.Tensor, count: int) -> tuple[torch.Tensor, Sums]:
-        """This rank's share of the loss of one update.
+        """The share of this rank in the loss of one update.
 
         Args:
             rollout: this rank's data.

@@ -2,7 +2,7 @@
 
     groups ─► prepare ─► Batch(updates) ─► loss(batch, part) for each ─► finish ─► metrics
 
-:mod:`learner.control.domain` does the rest, the same for all: gradients, the collective, clipping, rates, skipped updates.
+:mod:`learner.control.domain` does the rest for all of them: gradients, collective, clipping, rates, skipped updates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Totals = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """This rank's data of one step, prepared at the parameters of the step's start."""
+    """The data of this rank of one step, prepared at the parameters of the step's start."""
 
     data: Any
     """What the method made of it; the domain does not look."""
@@ -63,7 +63,7 @@ class Method(Protocol):
         """
 
     def loss(self, batch: Batch, part: Any) -> tuple[torch.Tensor, Sums]:
-        """This rank's share of the loss of one update: sums over its samples divided by *global* counts."""
+        """The share of this rank in the loss of one update: sums over its samples divided by *global* counts."""
 
     def finish(self, batch: Batch, step: int) -> None:
         """After the last update: running statistics, reduced over the ranks."""

@@ -134,3 +134,63 @@ def test_clipping_scales_to_the_norm_and_leaves_small_and_broken_gradients():
     broken = torch.tensor([float("nan"), 1.0])
     assert clip_flat(broken, 1.0) != clip_flat(broken, 1.0)  # NaN
     assert broken[1] == 1.0
+
+
+class Normalised(nn.Module):
+    """A trained layer, running statistics, and a frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("mean", torch.full((3,), 7.0))
+        self.frozen = nn.Linear(2, 2)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return self.frozen(self.layer(x - self.mean))
+
+
+def test_state_lies_behind_the_parameters_of_its_module():
+    policy, critic = Normalised(), Normalised()
+    flat = FlatParameters({"policy": policy, "critic": critic}, CPU, 0, with_state=True)
+    names = ["layer.weight", "layer.bias", "frozen.weight", "frozen.bias", "mean"]
+    assert [s.name for s in flat.layout] == [f"{role}.{name}" for role in ("policy", "critic") for name in names]
+    policy.mean.mul_(2)
+    assert view_of(flat.data, flat.slots("policy")[-1]).tolist() == [14.0, 14.0, 14.0]
+    assert flat.trained_span("policy") == slice(0, flat.slots("policy")[2].offset)
+    assert flat.trained_span("critic").start == flat.span("policy").stop
+
+
+def test_the_optimiser_leaves_state_alone_and_its_moments_survive_a_checkpoint():
+    torch.manual_seed(0)
+    module = Normalised()
+    flat = FlatParameters({"policy": module}, CPU, 0, with_state=True)
+    optimizer = FlatAdamW(flat, (0.9, 0.999), weight_decay=0.1)
+    before = {slot.name: view_of(flat.data, slot).clone() for slot in flat.layout}
+    for _ in range(2):
+        flat.zero_grad()
+        module(torch.ones(4, 3)).square().sum().backward()
+        flat.check_views()
+        optimizer.step({"policy": 0.1})
+    changed = {slot.name for slot in flat.layout if not torch.equal(view_of(flat.data, slot), before[slot.name])}
+    assert changed == {"layer.weight", "layer.bias"}
+    state = optimizer.state()
+    assert state["exp_avg"].numel() == flat.size
+    again = FlatAdamW(flat, (0.9, 0.999), weight_decay=0.1)
+    again.load_state(state)
+    assert torch.equal(again.state()["exp_avg_sq"], state["exp_avg_sq"])
+    assert state["exp_avg_sq"][flat.trained_span("policy")].abs().sum() > 0
+
+
+def test_state_that_is_not_float32_is_refused_by_name():
+    module = nn.BatchNorm1d(2)  # counts batches in an int64
+    with pytest.raises(ValueError, match="num_batches_tracked"):
+        FlatParameters({"policy": module}, CPU, 0, with_state=True)
+
+
+def test_a_module_outside_the_flat_vector_is_found_in_the_graph_of_the_loss():
+    inside, outside = Normalised(), nn.Linear(2, 1)
+    flat = FlatParameters({"policy": inside}, CPU, 0, with_state=True)
+    flat.check_graph(inside(torch.ones(1, 3)).sum())
+    with pytest.raises(RuntimeError, match=r"tensor \[1, 2\] outside the flat vector|tensor \[1\] outside"):
+        flat.check_graph(outside(inside(torch.ones(1, 3))).sum())

@@ -2,7 +2,7 @@
 
     reset(seed) ─► observations ─► policy ─► step(actions) ─► Step ─► ...
 
-Adapters hide the differences: gymnasium's two ways to reset a finished environment, rsl_rl's ``VecEnv``, numpy or torch.
+Adapters hide the differences: gymnasium's ways to reset a finished environment, rsl_rl's ``VecEnv``, numpy or torch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Step:
     truncated: torch.Tensor
     """bool [N]: it was cut off; never where ``terminated``."""
     final_observations: Observations | None
-    """What followed the truncated steps, rows [K, ...] in the order of ``truncated.nonzero()``; None: the environment does
-    not tell, and the value before the step stands in for it, as in rsl_rl."""
+    """What followed the truncated steps, rows [K, ...] in the order of ``truncated.nonzero()``; None: the environment
+    does not tell, and the value before the step stands in for it, as in rsl_rl."""
     resets_next: torch.Tensor | None
     """bool [N]: the next step of these only resets them: their action does not count (gymnasium's ``next_step``)."""
 
