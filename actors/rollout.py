@@ -7,7 +7,7 @@
 | part           | consumes      | produces        | waits for                  | unblocked by                    |
 |----------------|---------------|-----------------|----------------------------|---------------------------------|
 | ``_handle``      | messages      | jobs            | nothing                    |                                 |
-| ``_commit``      | prepared weights | ``live``       | nothing                    |                                 |
+| ``swap.commit``  | prepared weights | ``live``       | nothing                    |                                 |
 | ``_generate``    | requests      | completions     | one decode step            | the engine                      |
 | ``_submit``      | results       | groups          | nothing                    |                                 |
 | ``_rest``        | nothing       | ``asleep``       | nothing                    | colocated: a version  |
@@ -29,10 +29,10 @@ from typing import Any
 from actors.engines.base import Engine
 from actors.players.submission import group_of, outcomes_of
 from actors.players.work import Failed, Job, Player, Work
-from actors.receiver import Prepared, Receiver
+from actors.receiver import Receiver
+from actors.swap import WeightSwap
 from async_rl.client import Client
 from async_rl.config import Config
-from async_rl.errors import WeightsError
 from async_rl.protocol import Ticket
 from async_rl.tasks import Problem
 from async_rl.timer import StateTimer
@@ -45,8 +45,6 @@ MAX_FAILURES = {"verifier": MAX_VERIFIER_FAILURES, "environment": 16}
 """The same for each part that is the user's code."""
 MAX_REFUSED = 256
 """So many prompts in a row that the engine refuses mean that hardly any fits the model: the run ends and says so."""
-MAX_COMMIT_FAILURES = 5
-"""So many weight versions in a row whose read-back failed mean that the engine cannot hold them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +79,15 @@ class Rollout:
         self._client, self._engine, self._receiver, self._player = client, engine, receiver, player
         self._problems, self._timer = problems, timer
         self._works: dict[Job, Work] = {}
-        self._newest: Manifest | None = None
         self._stop: Stop | None = None
         self._offered = 0
         self._failures: Counter[str] = Counter()
         """Times in a row that something failed, by source."""
-        self._commit_failures = 0
         self._worked = self._asleep = False
         """Colocated: whether there were tickets since the last sleep; whether the device is given back."""
         self._wanted = math.ceil(config.actors.slots / config.sampling.group_size) + 1
         self.counts: Counter[str] = Counter(generated_tokens=0, groups=0, verifier_failures=0, weights_refused=0)
+        self._swap = WeightSwap(engine, receiver, client, timer, self.counts, name)
         self._last_token = time.monotonic()
 
     # -- what the heartbeat says; read from the client's thread
@@ -129,7 +126,7 @@ class Rollout:
                     selector.register(descriptor, selectors.EVENT_READ)
             while self._stop is None:
                 self._handle(self._client.receive(0.0))
-                self._commit()
+                self._swap.commit()
                 self._generate()
                 self._submit()
                 self._rest()
@@ -185,46 +182,10 @@ class Rollout:
         del self._works[work]
 
     def _announce(self, manifest: Manifest) -> None:
-        self._newest = manifest
         if self._asleep:
             self._engine.wake()
             self._asleep = False
-        self._receiver.fetch(manifest)
-
-    def _commit(self) -> None:
-        """Swap in the prepared version. Until the engine's read-back is proven, nothing is decoded."""
-        prepared = self._receiver.ready()
-        if prepared is None:
-            return
-        began = time.monotonic()
-        with self._timer.during("committing"):
-            try:
-                checksum = self._engine.load_weights(prepared.manifest, prepared.data)
-            except WeightsError as error:
-                self._refuse(prepared, error)
-                return
-        self._commit_failures = 0
-        self._client.send(
-            "live",
-            version=prepared.manifest.version,
-            checksum=checksum,
-            transfer_s=prepared.transfer_s,
-            commit_s=time.monotonic() - began,
-            pause_s=self._engine.last_pause_s,
-        )
-
-    def _refuse(self, prepared: Prepared, error: WeightsError) -> None:
-        """The engine did not take what was published (a slot overwritten meanwhile, or a fault): fetch the newest.
-
-        It goes on with the version before only if it still holds that one, proven.
-        """
-        self.counts["weights_refused"] += 1
-        self._commit_failures += _is_intact(prepared)  # a learner that is faster than our copies is no fault
-        print(f"{self._name}: {error}", flush=True)
-        if self._commit_failures >= MAX_COMMIT_FAILURES:
-            raise WeightsError(f"{self._commit_failures} versions in a row could not be committed; the last: {error}")
-        if self._newest is not None:
-            self._receiver.fetch(self._newest)
+        self._swap.announce(manifest)
 
     def _generate(self) -> None:
         """One decode step; an engine that works elsewhere is asked though it is idle: it may have failed."""
@@ -312,7 +273,7 @@ class Rollout:
             self._timer.enter("generating")
         elif self._player.busy:
             self._timer.enter("scoring")
-        elif not self._engine.proven or (self._newest and self._newest.version > self._engine.version):
+        elif self._swap.behind:
             self._timer.enter("waiting_weights")
         else:
             self._timer.enter("waiting_ticket")
@@ -322,12 +283,3 @@ class Rollout:
         selector.select(patience if due is None else min(patience, max(0.0, due - time.monotonic())))
         for key in pipes:
             selector.unregister(key.fileobj)
-
-
-def _is_intact(prepared: Prepared) -> bool:
-    """Whether the prepared bytes are still those that were published."""
-    try:
-        prepared.manifest.verify(prepared.data)
-    except WeightsError:
-        return False
-    return True

@@ -1,12 +1,14 @@
 """The command line ``async-rl``. Heavy parts are imported by the commands that need them, so ``--help`` is instant.
 
     run, learner ─► session.py ─► launcher.py          actor ─► session.py          report, doctor, fetch, presets
+    play ─► actors.control.play (a process)            export ─► control/export.py
 
 Exit codes: 0 done; 1 the run failed; 2 a setting or argument is wrong; 130 or 143 stopped by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -40,6 +42,12 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="change a setting, e.g. learner.lr=1e-4; repeatable"),
 ]
 Out = Annotated[Path | None, typer.Option(help="run folder, new or empty; default: runs/NAME-TIME")]
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT", help="run folder (its newest checkpoint) or checkpoint folder of a control run"
+    ),
+]
 Resume = Annotated[Path | None, typer.Option(help="run folder to continue from its newest checkpoint")]
 
 
@@ -90,12 +98,11 @@ def actor(
 @app.command()
 def presets() -> None:
     """List the configurations that ship."""
-    from async_rl.config import load_config, preset_names
+    from async_rl.config import load_any, preset_names
+    from async_rl.launch.overview import in_a_line
 
     for name in preset_names():
-        config = load_config(name)
-        model, task = config.model.path, config.task.environment or config.task.data or config.task.name
-        typer.echo(f"{name:16s} {model} on {task}, {config.steps} steps, engine {config.actors.engine}")
+        typer.echo(f"{name:20s} {in_a_line(load_any(name))}")
 
 
 @app.command()
@@ -125,6 +132,41 @@ def doctor(
     from async_rl.doctor import run_doctor
 
     raise typer.Exit(run_doctor(source, overrides or [], plant))
+
+
+@app.command()
+def export(
+    checkpoint: Checkpoint,
+    out: Annotated[Path | None, typer.Option(help="folder for the files; default: CHECKPOINT/exported")] = None,
+) -> None:
+    """Write the policy as policy.pt (TorchScript) and policy.onnx, the normaliser inside."""
+    from async_rl.control.export import export_policy
+
+    for file in export_policy(checkpoint, out or checkpoint / "exported"):
+        typer.echo(str(file))
+
+
+@app.command()
+def play(
+    checkpoint: Checkpoint,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.gif|.mp4", help="the film; default: CHECKPOINT/play.gif")
+    ] = None,
+    episodes: Annotated[int, typer.Option(min=1, help="to play one after the other")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="of the first episode's start")] = 0,
+    max_steps: Annotated[int, typer.Option(min=1, help="leave an episode after so many steps")] = 1000,
+) -> None:
+    """Play episodes with the most likely actions, film them, print their returns."""
+    command = [
+        sys.executable,
+        "-m",
+        "actors.control.play",
+        str(checkpoint),
+        "--out",
+        str(out or checkpoint / "play.gif"),
+    ]
+    command += ["--episodes", str(episodes), "--seed", str(seed), "--max-steps", str(max_steps)]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
 @app.command()

@@ -26,15 +26,17 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from async_rl.config import Config, load_config, to_toml
+from async_rl.config import AnyConfig, Config, ControlConfig, load_any, to_toml
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.launch import preflight, roles, task_checks
+from async_rl.launch import control_checks, preflight, roles, task_checks
 from async_rl.launch.children import cause, tail
 from async_rl.launch.commands import visible_gpus
-from async_rl.launch.overview import format_bytes, num_parameters
+from async_rl.launch.control_overview import describe_networks
+from async_rl.launch.overview import num_parameters
 from async_rl.probe import FAULTS
 from async_rl.process import die_with_parent
 from async_rl.summary import package_version
+from async_rl.units import format_bytes
 
 Level = Literal["ok", "note", "wrong"]
 
@@ -48,7 +50,9 @@ _OPTIONAL = {
     "gguf": "async-rl fetch smollm2 needs it: pip install 'async-rl[tasks]'",
     "datasets": "task.data = FOLDER needs it: pip install -c constraints.txt 'async-rl[tasks]'",
     "reasoning-gym": "task.name = 'reasoning_gym' needs it: pip install -c constraints.txt 'async-rl[tasks]'",
-    "gymnasium": "task.environment = 'gymnasium:ID' needs it: pip install -c constraints.txt 'async-rl[control]'",
+    "gymnasium": "env.id and task.environment = 'gymnasium:ID' need it: pip install -c constraints.txt "
+    "'async-rl[control]'",
+    "mujoco": "gymnasium's robots (HalfCheetah-v5, ...) need it: pip install -c constraints.txt 'async-rl[control]'",
     "wandb": "log.wandb needs it: pip install wandb",
     "tensorboard": "log.tensorboard needs it: pip install tensorboard",
 }
@@ -78,7 +82,9 @@ def run_doctor(source: str | None, overrides: Sequence[str], plant: str | None =
     """
     if plant is not None and (plant not in FAULTS or source is None):
         raise ConfigError(f"--plant {plant}: give a CONFIG and one of {', '.join(FAULTS)}")
-    config = load_config(source, overrides) if source else None
+    config = load_any(source, overrides) if source else None
+    if plant is not None and config is not None and config.is_control:
+        raise ConfigError(f"--plant {plant}: faults are planted in language models' engines; a control run has none")
     search = Path(source).resolve().parent if source and source.endswith(".toml") else Path.cwd()
     findings = list(machine())
     if config is not None:
@@ -130,9 +136,13 @@ def open_files(limit: int) -> Finding:
     return Finding("wrong", "open files", f"{limit:,} allowed", f"ulimit -n {MIN_FILES * 4}")
 
 
-def configuration(config: Config, env: Mapping[str, str], plant: str | None = None) -> Iterator[Finding]:
+def configuration(config: AnyConfig, env: Mapping[str, str], plant: str | None = None) -> Iterator[Finding]:
     """Everything that a run of this configuration needs."""
     yield _checked("address", lambda: _address(config))
+    if isinstance(config, ControlConfig):
+        with tempfile.TemporaryDirectory(prefix="async-rl-doctor-") as scratch:
+            yield _checked("environment", lambda: _environment(config, env, Path(scratch)))
+        return
     yield _checked("engine", lambda: _engine(config))
     yield _checked("problems", lambda: "{} to train on, {} held out".format(*task_checks.check_data(config, env)))
     yield _checked("verifier", lambda: _verifier(config, env))
@@ -174,7 +184,16 @@ def _checked(name: str, check: Callable[[], str]) -> Finding:
         return Finding("wrong", name, what, remedy)
 
 
-def _address(config: Config) -> str:
+def _environment(config: ControlConfig, env: Mapping[str, str], scratch: Path) -> str:
+    """Make it, step it once, count the networks' numbers; files and shared memory are looked at, too."""
+    spaces = control_checks.check_run(config, env, scratch, lambda: False, with_actors=True)
+    networks = describe_networks(config, spaces)
+    groups = ", ".join(f"{name} {list(group.shape)} {group.dtype}" for name, group in spaces.observations.items())
+    size = "" if networks.policy is None else f"; policy {networks.policy:,} parameters, critic {networks.critic:,}"
+    return f"{config.env.id}: {groups}; {spaces.action.size} {spaces.action.kind} actions{size}"
+
+
+def _address(config: AnyConfig) -> str:
     preflight.check_address(config.buffer.bind, config.buffer.insecure)
     return config.buffer.bind
 

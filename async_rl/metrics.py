@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from async_rl.config import Config
+from async_rl.config import RunConfig
 from async_rl.runfolder import read_jsonl, write_atomically
 
 Metrics = dict[str, float | None]
@@ -49,7 +49,7 @@ class MetricsWriter:
         start_step: first step that will be written; older lines of this step or later are dropped.
     """
 
-    def __init__(self, out: Path, config: Config, start_step: int = 0) -> None:
+    def __init__(self, out: Path, config: RunConfig, start_step: int = 0) -> None:
         out.mkdir(parents=True, exist_ok=True)
         path = out / "metrics.jsonl"
         _drop_from(path, start_step)
@@ -132,7 +132,7 @@ class _TensorBoard:
 class _Wandb:
     """A wandb run under ``out/wandb``; offline unless ``WANDB_API_KEY`` (or ``WANDB_MODE``) says otherwise."""
 
-    def __init__(self, out: Path, config: Config) -> None:
+    def __init__(self, out: Path, config: RunConfig) -> None:
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")

@@ -14,8 +14,10 @@ from typing import Any
 
 Row = dict[str, Any]
 
-CHECKPOINT_FILES = ("trainer.json", "optimizer.safetensors", "hf/config.json", "ledger.json", "groups.bin")
+CHECKPOINT_FILES = ("trainer.json", "optimizer.safetensors", "ledger.json", "groups.bin")
 """A checkpoint folder counts only when both sides have written theirs."""
+MODEL_FILES = ("hf/config.json", "policy.safetensors")
+"""It has one of these, too: of a language model, or of a policy that controls environments."""
 
 
 def read_json(path: Path) -> Row:
@@ -98,6 +100,7 @@ class RunFolder:
         found: list[tuple[int, Path]] = []
         for folder in self.path.glob("checkpoints/step_*"):
             match = re.fullmatch(r"step_(\d+)", folder.name)
-            if match and all((folder / name).is_file() for name in CHECKPOINT_FILES):
+            whole = all((folder / name).is_file() for name in CHECKPOINT_FILES)
+            if match and whole and any((folder / name).is_file() for name in MODEL_FILES):
                 found.append((int(match[1]), folder))
         return max(found)[1] if found else None

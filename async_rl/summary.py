@@ -8,7 +8,9 @@
 | reason        | one sentence                                                                              |
 | steps, wall_s | learner steps done in all; seconds of this session, first process to last                  |
 | eval          | last held-out value per metric, and the first as ``<metric>_start``; ``version`` of both     |
-| throughput    | trained_tokens_per_s, generated_tokens_per_s, env_steps_per_s; see :func:`throughput`       |
+| throughput    | trained_tokens_per_s, generated_tokens_per_s; in a control run env_steps_per_s (trained, over all |
+|               | ranks and actors); see :func:`throughput`                                                 |
+| episodes      | control: return and length, means of the last 100 episodes of training, and their number  |
 | utilization   | learner, actors and, where there are any, scorers: share of the time from first to last     |
 |               | training in own work                                                                      |
 | staleness     | max, mean, histogram (trained tokens per age), bound                                       |
@@ -57,6 +59,7 @@ def summarize(run: RunFolder, outcome: Outcome | None) -> dict[str, Any]:
         "wall_s": round(outcome.wall_s, 3) if outcome else None,
         "eval": eval_values(run.evals),
         "throughput": throughput(metrics, books.get("tokens") or {}),
+        "episodes": episodes(books.get("control") or {}),
         "utilization": shares(timeline),
         "staleness": books.get("staleness") or {},
         "ledger": books.get("books") or {},
@@ -66,6 +69,12 @@ def summarize(run: RunFolder, outcome: Outcome | None) -> dict[str, Any]:
         "cpu_s": dict(outcome.cpu_s) if outcome else {},
         "restarts": dict(outcome.restarts) if outcome else {},
     }
+
+
+def episodes(control: Row) -> dict[str, Any]:
+    """``return``, ``length`` of the last episodes of training, ``count`` of all; empty without environments."""
+    prefix = "episode/"
+    return {name.removeprefix(prefix): value for name, value in control.items() if name.startswith(prefix)}
 
 
 def shares(timeline: Sequence[Row]) -> dict[str, float | None]:
@@ -87,20 +96,25 @@ def eval_values(evals: Sequence[Row]) -> dict[str, float]:
 
 
 def throughput(metrics: Sequence[Row], tokens: Mapping[str, int]) -> dict[str, float | None]:
-    """Tokens per second between the first and the last step of each session, so that start-up does not count.
+    """Tokens, or steps of environments, per second between the first and the last step of each session.
 
-    trained = (tokens of steps 2 ... n) / (time of step n − time of step 1), both summed over the sessions of a resumed
-    run. Generated tokens are known as a total only, so they are scaled by the same share: generated / trained tokens of
-    the run times the trained rate.
+    So start-up does not count: trained = (tokens of steps 2 ... n) / (time of step n − time of step 1), both summed
+    over the sessions of a resumed run. Generated tokens are known as a total only, so they are scaled by the same
+    share: generated / trained tokens of the run times the trained rate.
     """
-    steps = [row for row in metrics if row.get("tokens/step")]
+    trained, env_steps = _rate(metrics, "tokens/step"), _rate(metrics, "env_steps/step")
+    ratio = tokens.get("generated", 0) / tokens["trained"] if tokens.get("trained") else None
+    generated = trained * ratio if trained is not None and ratio is not None else None
+    rates = {"trained_tokens_per_s": trained, "generated_tokens_per_s": generated, "env_steps_per_s": env_steps}
+    return {k: None if v is None else round(v, 1) for k, v in rates.items()}
+
+
+def _rate(metrics: Sequence[Row], amount: str) -> float | None:
+    """Sum of a metric over the steps behind the first of each session, per second."""
+    steps = [row for row in metrics if row.get(amount)]
     pairs = [(a, b) for a, b in pairwise(steps) if a.get("session") == b.get("session")]
     seconds = sum(b["time"] - a["time"] for a, b in pairs)
-    rate = sum(b["tokens/step"] for _, b in pairs) / seconds if seconds > 0 else None
-    ratio = tokens.get("generated", 0) / tokens["trained"] if tokens.get("trained") else None
-    generated = rate * ratio if rate is not None and ratio is not None else None
-    rounded = {"trained_tokens_per_s": rate, "generated_tokens_per_s": generated}
-    return {k: None if v is None else round(v, 1) for k, v in rounded.items()} | {"env_steps_per_s": None}
+    return sum(b[amount] for _, b in pairs) / seconds if seconds > 0 else None
 
 
 def weights(facts: Row, timeline: Sequence[Row]) -> dict[str, Any]:

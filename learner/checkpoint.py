@@ -1,11 +1,11 @@
 """Checkpoints: complete or absent, never half. A resumed learner continues bit by bit.
 
-    .step_N (hidden, beside) ─► hf/, critic.safetensors (with a critic), optimizer.safetensors, trainer.json    rank 0
-                             ─► ledger.json, groups.bin                       the server, asked by ``snapshot``
+    .step_N (hidden, beside) ─► what Domain.save writes, trainer.json        rank 0
+                             ─► ledger.json, groups.bin                      the server, asked by ``snapshot``
                              ─► fsync of everything ─► rename to step_N ─► older ones beyond ``keep`` are removed
 
-``hf/`` is a plain Hugging Face folder with the float32 master weights. The learner draws no random numbers, so there is
-no generator state to keep; the task stream and the sampling seeds belong to server and actors.
+The task stream and the seeds of actors belong to server and actors; what the learner draws at random follows from seed
+and step, so there is no generator's state to keep.
 """
 
 from __future__ import annotations
@@ -14,23 +14,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from transformers.utils.logging import disable_progress_bar
 
-from async_rl.config import Config
+from async_rl.config import RunConfig
 from async_rl.errors import AsyncRLError, ConfigError
-from learner.flat import FlatParameters, view_of
-from learner.updater import Updater
+from learner.domain import Domain
 
-_OPTIMIZER = "optimizer.safetensors"
-_CRITIC = "critic.safetensors"
 _TRAINER = "trainer.json"
 
 
@@ -44,16 +37,12 @@ class TrainerState:
 
     step: int
     """Next step to train, which is the version of the weights."""
-    lr: float
-    """Learning rate before warm-up."""
-    kl_coef: float
-    """β of the KL penalty."""
-    trained_tokens: float
-    """Sampled tokens trained so far."""
-    skipped_in_row: int
-    """Updates that were skipped just before."""
+    trained: float
+    """Tokens, or steps of environments, trained so far."""
     contract: str
-    """:meth:`async_rl.config.Config.contract_hash` of the run."""
+    """:meth:`async_rl.config.RunConfig.contract_hash` of the run."""
+    numbers: Mapping[str, float]
+    """Of :meth:`learner.domain.Domain.numbers`."""
 
 
 class Checkpoints:
@@ -62,20 +51,18 @@ class Checkpoints:
     Args:
         out: run folder.
         keep: newest ones that stay.
-        tokenizer: saved beside the model.
     """
 
-    def __init__(self, out: Path, keep: int, tokenizer: Any) -> None:
+    def __init__(self, out: Path, keep: int) -> None:
         self._folder = out / "checkpoints"
         self._keep = keep
-        self._tokenizer = tokenizer
 
-    def save(self, state: TrainerState, updater: Updater, snapshot: Callable[[Path], None]) -> Path:
+    def save(self, state: TrainerState, domain: Domain, snapshot: Callable[[Path], None]) -> Path:
         """Write ``step_{state.step}``.
 
         Args:
             state: the learner's counters.
-            updater: model and optimiser.
+            domain: models and optimiser.
             snapshot: has the server write its part into a folder; raises :class:`CheckpointError` when it cannot.
 
         Raises:
@@ -86,7 +73,8 @@ class Checkpoints:
         try:
             self._remove_leftovers()
             temporary.mkdir(parents=True)
-            _write(temporary, state, updater, self._tokenizer)
+            domain.save(temporary)
+            (temporary / _TRAINER).write_text(json.dumps(asdict(state), indent=1) + "\n")
             snapshot(temporary)
             _fsync_tree(temporary)
             if final.exists():
@@ -116,80 +104,27 @@ class Checkpoints:
             shutil.rmtree(folder)
 
 
-def model_folder(checkpoint: Path) -> Path:
-    """Folder of the model in a checkpoint."""
-    return checkpoint / "hf"
+def fresh_state(config: RunConfig) -> TrainerState:
+    """Where a new run begins."""
+    return TrainerState(step=0, trained=0.0, contract=config.contract_hash(), numbers={})
 
 
-def read_state(checkpoint: Path, config: Config) -> TrainerState:
-    """The counters of a checkpoint. Learning rate and β are the configuration's, unless a controller moved them.
+def read_state(checkpoint: Path, config: RunConfig) -> TrainerState:
+    """The counters of a checkpoint.
 
     Raises:
-        ConfigError: it is not complete, or belongs to a run with another model, task, sampling or seed.
+        ConfigError: it is not complete, or belongs to a run with another contract.
     """
     try:
         state = TrainerState(**json.loads((checkpoint / _TRAINER).read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{checkpoint} is no complete checkpoint: {_TRAINER}: {error}") from None
     if state.contract != config.contract_hash():
+        what = "environment, observations, networks" if config.is_control else "model, task, sampling"
         raise ConfigError(
-            f"{checkpoint} belongs to a run with another model, task, sampling or seed; resume with the config.toml "
-            "of its run folder"
+            f"{checkpoint} belongs to a run with another {what} or seed; resume with the config.toml of its run folder"
         )
-    # what is constant may be changed on resume, and the checkpoint must not undo that
-    if config.learner.lr_schedule == "constant":
-        state = replace(state, lr=config.learner.lr)
-    if config.algorithm.kl_controller == "fixed":
-        state = replace(state, kl_coef=config.algorithm.kl_coef)
     return state
-
-
-def load_tensors(checkpoint: Path, updater: Updater) -> None:
-    """Give the critic its parameters and the optimiser its moments back; the policy was loaded from ``hf/``.
-
-    Raises:
-        ConfigError: they are missing, damaged, or of another model.
-    """
-    if updater.networks.critic is not None:
-        _load_critic(checkpoint / _CRITIC, updater.flat)
-    try:
-        updater.optimizer.load_state(load_file(checkpoint / _OPTIMIZER))
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"{checkpoint / _OPTIMIZER} does not fit what is trained: {error}; it is damaged, or of a run with another "
-            "algorithm.advantage or algorithm.critic (a critic is trained, too)"
-        ) from None
-
-
-def _load_critic(file: Path, flat: FlatParameters) -> None:
-    try:
-        tensors = load_file(file)
-        for slot in flat.slots("critic"):
-            view_of(flat.data, slot).copy_(tensors[slot.name].view(slot.shape))
-    except (OSError, SafetensorError, RuntimeError, KeyError) as error:
-        raise ConfigError(
-            f"{file} does not fit the critic: {error}; resume with the algorithm.advantage and algorithm.critic of the "
-            "run that wrote it"
-        ) from None
-    flat.refresh()
-
-
-def _write(folder: Path, state: TrainerState, updater: Updater, tokenizer: Any) -> None:
-    policy = updater.networks.policy
-    tensors = updater.flat.tensors("policy")
-    tensors |= {name: buffer.detach().cpu().clone() for name, buffer in _persistent_buffers(policy).items()}
-    disable_progress_bar()
-    policy.save_pretrained(model_folder(folder), state_dict=tensors)
-    tokenizer.save_pretrained(model_folder(folder))
-    if updater.networks.critic is not None:
-        save_file(updater.flat.tensors("critic"), folder / _CRITIC)
-    save_file(updater.optimizer.state(), folder / _OPTIMIZER)
-    (folder / _TRAINER).write_text(json.dumps(asdict(state), indent=1) + "\n")
-
-
-def _persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
 
 def _fsync_tree(folder: Path) -> None:

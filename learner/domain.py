@@ -1,4 +1,4 @@
-"""What a domain (tokens, control) brings to the learner's loop; trainer, leader and checkpoints know nothing else of it.
+"""What a domain (tokens, control) brings to the learner's loop; trainer, leader and checkpoints know nothing else.
 
 shard (header, frames) ─► Domain.train ─► Trained ─► metrics          flat ─► published, compared, checkpointed
 """

@@ -149,8 +149,8 @@ class FlatParameters:
             leaf = getattr(node, "variable", None)
             if leaf is not None and id(leaf) not in self._trained:
                 raise RuntimeError(
-                    f"the loss has a gradient for a tensor {list(leaf.shape)} outside the flat vector: its module would "
-                    "not be synchronised over the ranks; give it to FlatParameters with the others"
+                    f"the loss has a gradient for a tensor {list(leaf.shape)} outside the flat vector: its module "
+                    "would not be synchronised over the ranks; give it to FlatParameters with the others"
                 )
             waiting.extend(following for following, _ in node.next_functions)
 

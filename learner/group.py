@@ -1,8 +1,8 @@
-"""The learner group: the ranks that torchrun started, their device, and the few collectives they make.
+"""The learner group: its ranks, their device, and the few collectives they make.
 
     torchrun ─► WORLD_SIZE, RANK, LOCAL_RANK ─► LearnerGroup ─► cuda:{local_rank} with NCCL, or the CPU with gloo
 
-A group of one goes through the same code and makes no collective.
+A group of one needs no torchrun, goes through the same code and makes no collective.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ class Placement:
 
 
 def read_placement(environment: Mapping[str, str], ranks: int, device: str) -> Placement:
-    """Work out this process's place from torchrun's variables.
+    """Work out this process's place from torchrun's variables; one rank alone needs none of them.
 
     Args:
         environment: usually ``os.environ``.
         ranks: ``learner.ranks`` of the configuration.
-        device: ``model.device``: auto, cpu or cuda.
+        device: ``config.device``: auto, cpu or cuda.
 
     Raises:
-        ConfigError: not started by torchrun, another number of ranks than configured, or too few GPUs.
+        ConfigError: several ranks, but not started by torchrun; another number than configured, or too few GPUs.
     """
+    if ranks == 1 and "WORLD_SIZE" not in environment:
+        return Placement(0, 1, device_for(device, 0))
     missing = [name for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if name not in environment]
     if missing:
         raise ConfigError(

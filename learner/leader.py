@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.client import Client
-from async_rl.config import Config
+from async_rl.config import RunConfig
 from async_rl.errors import AsyncRLError, DeadlineError
 from async_rl.evaluation import is_evaluated
 from async_rl.metrics import Metrics, MetricsWriter
@@ -22,8 +22,8 @@ from async_rl.timer import StateTimer
 from async_rl.weights.manifest import Manifest
 from async_rl.wire import Header
 from learner.checkpoint import CheckpointError, Checkpoints, TrainerState
+from learner.domain import Domain
 from learner.publisher import Publisher
-from learner.updater import Updater
 
 SNAPSHOT_TIMEOUT_S = 300.0
 FINISH_TIMEOUT_S = 330.0
@@ -38,8 +38,7 @@ class Leader:
         out: run folder.
         client: connected to the server.
         run_id: names the weight segments.
-        updater: the model.
-        tokenizer: saved in checkpoints.
+        domain: what is trained.
         timer: told when this process publishes and checkpoints.
         start: version that the run starts with.
     """
@@ -47,25 +46,22 @@ class Leader:
     def __init__(
         self,
         *,
-        config: Config,
+        config: RunConfig,
         out: Path,
         client: Client,
         run_id: str,
-        updater: Updater,
-        tokenizer: Any,
+        domain: Domain,
         timer: StateTimer,
         start: int,
     ) -> None:
         self._config = config
         self._client = client
-        self._updater = updater
+        self._domain = domain
         self._timer = timer
         self._start = start
-        self._publisher = Publisher(
-            run_id, updater.flat.slots("policy"), config.weights.chunk_bytes, config.model.dtype
-        )
+        self._publisher = Publisher(run_id, domain.published, config.weights.chunk_bytes, config.dtype)
         self._metrics = MetricsWriter(out, config, start)
-        self._checkpoints = Checkpoints(out.resolve(), config.checkpoint.keep, tokenizer)
+        self._checkpoints = Checkpoints(out.resolve(), config.checkpoint.keep)
         self._out = out
         self._saved_step = -1
         self._staged: Manifest | None = None
@@ -75,7 +71,7 @@ class Leader:
         """Copy the present weights into their slot, as ``version``; nobody hears of it before :meth:`announce`."""
         with self._timer.during("publishing"):
             evaluated = is_evaluated(self._config, version, self._start)
-            self._staged = self._publisher.publish(self._updater.flat.data, version, evaluated)
+            self._staged = self._publisher.publish(self._domain.flat.data, version, evaluated)
 
     def announce(self, step: int) -> Metrics:
         """Tell the server of the staged version, which moves the groups of ``step`` to trained; -1: the start version.
@@ -107,7 +103,7 @@ class Leader:
             return
         with self._timer.during("checkpointing"):
             try:
-                self._checkpoints.save(state, self._updater, self._snapshot)
+                self._checkpoints.save(state, self._domain, self._snapshot)
                 self._saved_step = state.step
             except CheckpointError as error:
                 if final:

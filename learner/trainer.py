@@ -1,31 +1,29 @@
 """The learner's loop, the same on every rank; rank 0 has a :class:`Leader` beside it.
 
-next(s) ─► shard ─► all ranks have theirs? ─► epochs × mini-batches: gradient, one all_reduce, AdamW
-   ▲                                                                          │
-   └──── checkpoint ◄── metrics ◄── trained(s), version s + 1 ◄── publish ◄───┘   (rank 0)
+next(s) ─► shard ─► all ranks have theirs? ─► Domain.train: updates, each with one all_reduce
+   ▲                                                                    │
+   └── checkpoint ◄── metrics ◄── trained(s), version s + 1 ◄── publish ┘   (rank 0)
 
-With ``actors.placement = "colocated"`` every rank gives its device's memory back after the copy for publishing, before
+Colocated, every rank gives its device's memory back after the copy for publishing, before
 the version is announced and wakes the actors; it takes the memory again when it has its next shard.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from async_rl.client import Client, Stopped
-from async_rl.config import Config
+from async_rl.config import RunConfig
 from async_rl.metrics import Metrics
 from async_rl.process import cpu_seconds, rss_bytes
 from async_rl.timer import StateTimer
+from async_rl.wire import Frame, Header
 from learner.checkpoint import TrainerState
+from learner.domain import Domain
 from learner.group import LearnerGroup
 from learner.leader import Leader
-from learner.mismatch import MismatchCheck
-from learner.shard import Shard
-from learner.step import train_step
-from learner.updater import Updater
 
 
 class Trainer:
@@ -35,7 +33,7 @@ class Trainer:
         config: the run.
         group: the ranks.
         client: this rank's connection to the server.
-        updater: the model.
+        domain: what is trained.
         leader: on rank 0.
         timer: this process's states.
         state: where to continue.
@@ -45,10 +43,10 @@ class Trainer:
     def __init__(
         self,
         *,
-        config: Config,
+        config: RunConfig,
         group: LearnerGroup,
         client: Client,
-        updater: Updater,
+        domain: Domain,
         leader: Leader | None,
         timer: StateTimer,
         state: TrainerState,
@@ -57,25 +55,23 @@ class Trainer:
         self._config = config
         self._group = group
         self._client = client
-        self._updater = updater
+        self._domain = domain
         self._leader = leader
         self._timer = timer
         self._step = state.step
-        self._trained_tokens = state.trained_tokens
+        self._trained = state.trained
         self._terminated = terminated
-        self._colocated = config.actors.placement == "colocated"
-        self._mismatch = MismatchCheck(config, updater.networks, group.device, warns=leader is not None)
+        self._unit = "env_steps" if config.is_control else "tokens"
+        self._row_at = time.monotonic()
 
     @property
     def state(self) -> TrainerState:
         """What a checkpoint needs now."""
         return TrainerState(
             step=self._step,
-            lr=self._updater.lr,
-            kl_coef=self._updater.kl_coef,
-            trained_tokens=self._trained_tokens,
-            skipped_in_row=self._updater.skipped_in_row,
+            trained=self._trained,
             contract=self._config.contract_hash(),
+            numbers=self._domain.numbers(),
         )
 
     def run(self) -> bool:
@@ -86,6 +82,7 @@ class Trainer:
             Stopped: the run failed elsewhere.
         """
         self._publish(-1)
+        self._row_at = time.monotonic()
         while self._step < self._config.steps:
             began = time.monotonic()
             shard = self._next_shard()
@@ -94,36 +91,37 @@ class Trainer:
             # the all_reduce.
             if not self._group.all_agree(shard is not None) or shard is None:
                 return False
-            self._train(shard, began, waited_s)
+            self._train(*shard, began, waited_s)
         return True
 
-    def _next_shard(self) -> Shard | None:
+    def _next_shard(self) -> tuple[Header, Sequence[Frame]] | None:
         self._timer.enter("waiting_data")
         if self._terminated():
             return None
         try:
-            header, frames = self._client.request("next", "shard", step=self._step)
+            return self._client.request("next", "shard", step=self._step)
         except Stopped as stop:
             if stop.error:
                 raise
             return None
-        return Shard.from_message(header, frames)
 
-    def _train(self, shard: Shard, began: float, waited_s: float) -> None:
+    def _train(self, header: Header, frames: Sequence[Frame], began: float, waited_s: float) -> None:
         step = self._step
         self._timer.enter("training")
-        self._updater.restore()
-        stats = train_step(self._config, self._updater, shard.mini_batches, step, self._mismatch.check)
+        self._domain.restore()
+        trained = self._domain.train(header, frames, step)
         if (step + 1) % self._config.learner.checksum_every == 0:
-            self._group.check_equal(self._updater.flat)
+            self._group.check_equal(self._domain.flat)
         self._step += 1
-        self._trained_tokens += stats.tokens
+        self._trained += trained.amount
+        learned_s = time.monotonic() - began - waited_s
         self._timer.enter("publishing")  # logging included: colocated, others have the device by then
         books = self._publish(step)
         if self._leader:
-            metrics = stats.metrics() | books | server_metrics(shard.stats)
-            metrics |= self._leader.eval_metrics(shard.stats["evals"])
-            self._leader.log(step, metrics | self._progress(began, waited_s))
+            metrics = trained.metrics | books | server_metrics(header["stats"])
+            metrics |= self._leader.eval_metrics(header["stats"]["evals"])
+            metrics |= {"time/wait_s": waited_s, "time/learn_s": learned_s}
+            self._leader.log(step, metrics | self._progress(began, trained.amount))
             every = self._config.checkpoint.every
             if every and self._step % every == 0 and self._step < self._config.steps:
                 self._leader.checkpoint(self.state, final=False)
@@ -132,24 +130,32 @@ class Trainer:
         """Publish the version that ``step`` made (-1: the start version); colocated, the device is free by then."""
         if self._leader:
             self._leader.stage(self._step)
-        if self._colocated:
-            self._updater.offload()
+        if self._config.actors.colocated:
+            self._domain.offload()
             self._group.all_agree(True)  # every rank has given its device back
         return self._leader.announce(step) if self._leader else {}
 
-    def _progress(self, began: float, waited_s: float) -> Metrics:
-        return {
+    def _progress(self, began: float, amount: float) -> Metrics:
+        now, before = time.monotonic(), self._row_at
+        self._row_at = now
+        progress: Metrics = {
             "version": float(self._step),
-            "tokens/trained": self._trained_tokens,
-            "time/step_s": time.monotonic() - began,
-            "time/wait_s": waited_s,
+            f"{self._unit}/trained": self._trained,
+            f"{self._unit}/step": amount,
+            "time/step_s": now - began,
             "cpu_s": cpu_seconds(),
             "rss": float(rss_bytes()),
         }
+        return progress | ({"fps/total": amount / (now - before)} if self._config.is_control else {})
 
 
 def server_metrics(stats: Mapping[str, Any]) -> Metrics:
-    """What the server tells with a shard: utilisation of both sides, mean length of what met which fate."""
+    """What the server tells with a shard.
+
+    Utilisation of both sides; mean length of what met which fate; numbers of a control run under their own names, None
+    where there is nothing to measure yet.
+    """
     named = {f"util/{role}": share for role, share in stats["utilization"].items()}
     named |= {f"length/{fate}": length for fate, length in stats["lengths"].items()}
-    return {name: float(value) for name, value in named.items() if value is not None}
+    metrics: Metrics = {name: float(value) for name, value in named.items() if value is not None}
+    return metrics | stats.get("control", {})

@@ -1,4 +1,4 @@
-"""Model parameters as views of one flat vector with the layout of the published version: a swap is one copy.
+"""A model's tensors as views of one flat vector with the layout of the published version: a swap is one copy.
 
 published bytes ──copy──► flat [nbytes] ──xxh3 per chunk──► checksum of what the engine really holds
                            ├── view: parameter a
@@ -6,6 +6,9 @@ published bytes ──copy──► flat [nbytes] ──xxh3 per chunk──► 
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -22,10 +25,13 @@ class FlatWeights:
 
     Args:
         model: its parameters become views of the flat vector with the first version.
+        with_state: its buffers (running statistics) are published, and loaded, with them.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
+    def __init__(self, model: torch.nn.Module, with_state: bool = False) -> None:
+        self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+        if with_state:
+            self._parameters |= dict(model.named_buffers())
         self._layout: tuple[Tensor, ...] = ()
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._chunks: tuple[int, ...] = ()
@@ -78,11 +84,12 @@ class FlatWeights:
         self._layout = manifest.tensors
 
 
-def check_layout(parameters: dict[str, torch.nn.Parameter], manifest: Manifest) -> None:
+def check_layout(parameters: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
     """Check that a version fits a model.
 
     Raises:
-        WeightsError: names what is missing, what is extra, or what has another shape, type or a crooked offset.
+        WeightsError: names what is missing, what is extra, what overlaps, or what has another shape, type or a crooked
+            offset.
     """
     published = {t.name: t for t in manifest.tensors}
     missing, extra = sorted(parameters.keys() - published.keys()), sorted(published.keys() - parameters.keys())
@@ -103,3 +110,6 @@ def check_layout(parameters: dict[str, torch.nn.Parameter], manifest: Manifest) 
             )
         if tensor.offset % parameter.element_size():
             raise WeightsError(f"version {manifest.version}: {name} starts at byte {tensor.offset}, inside an element")
+    for before, after in pairwise(sorted(manifest.tensors, key=lambda t: t.offset)):
+        if after.offset < before.offset + before.nbytes:
+            raise WeightsError(f"version {manifest.version}: {after.name} overlaps {before.name}")

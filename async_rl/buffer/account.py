@@ -49,6 +49,8 @@ class Account:
             "steps": self._ledger.rules.steps,
             "books": self._ledger.books(),
             "stats": {k: batch[k] for k in ("reward", "accuracy", "length") if k in batch} | self.learner_stats,
+            "control": self._control(),
+            "tokens": self._tokens(),
             "staleness": batch.get("age"),
             "utilization": self._utilization,
             "stages": self._stages(),
@@ -73,6 +75,7 @@ class Account:
             "failed": dict(self._ledger.failed),
             "tokens": dict(self._ledger.tally.tokens),
             "lengths": self._lengths(),
+            "control": self._control(),
             "utilization": self._utilization,
             "evals": news,
         }
@@ -91,7 +94,8 @@ class Account:
             "failed": dict(ledger.failed),
             "refused": dict(self._refused),
             "staleness": {**describe_ages(tally.ages), "bound": ledger.rules.max_staleness},
-            "tokens": {"generated": tally.tokens["generated"], "trained": tally.tokens["trained"]},
+            "tokens": self._tokens(),
+            "control": self._control(),
             "lengths": self._lengths(),
             "stages": self._stages(),
             "weights": self._versions.to_plain(),
@@ -104,6 +108,28 @@ class Account:
         scorers = Counter(s.stage for s in self._roster.of("scorer"))
         return {stage: {**n, "scorers": scorers[stage]} for stage, n in self._ledger.scoring.to_plain().items()}
 
+    def _tokens(self) -> dict[str, int]:
+        """Tokens, or steps of environments, that were generated and trained."""
+        return {fate: self._ledger.tally.tokens[fate] for fate in ("generated", "trained")}
+
+    def _control(self) -> dict[str, float | None]:
+        """A control run by the names of its metrics; nothing in other runs."""
+        if self._ledger.rules.control is None:
+            return {}
+        episodes = self._ledger.tally.episodes
+        return {
+            "episode/return": episodes.mean_return,
+            "episode/length": episodes.mean_length,
+            "episode/count": float(episodes.count),
+            "env_steps/generated": float(self._ledger.tally.tokens["generated"]),
+            "fps/collect": self._roster.steps_per_s(),
+        }
+
     def _lengths(self) -> dict[str, float | None]:
-        """Mean sampled tokens per sequence by fate: losing the long ones would bias towards short answers."""
+        """Mean sampled tokens per sequence by fate: losing the long ones would bias towards short answers.
+
+        Nothing in a control run: all fragments are of the same length, and episodes are looked at in the window.
+        """
+        if self._ledger.rules.control is not None:
+            return {}
         return {fate: self._ledger.tally.mean_length(fate) for fate in ("trained", "filtered", "lost")}

@@ -1,4 +1,4 @@
-"""A batch in numbers: the age of its tokens, rewards, lengths; for metrics, status and books."""
+"""A batch in numbers: the age of its tokens (or steps), rewards, lengths; for metrics, status and books."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.data import Group, is_correct
+from async_rl.data import Array, Group, is_correct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,34 +16,31 @@ class BatchStats:
     """One delivered batch."""
 
     ages: dict[int, int]
-    """Sampled tokens per age, in learner versions."""
+    """Sampled tokens, or steps in which an action counted, per age in learner versions."""
     reward: float
-    """Mean over sequences."""
-    accuracy: float
-    """Share of sequences that are correct, see :func:`async_rl.data.is_correct`."""
-    length: float
-    """Sampled tokens per sequence."""
+    """Mean over sequences; over steps in fragments of environments."""
+    accuracy: float | None = None
+    """Share of sequences that are correct, see :func:`async_rl.data.is_correct`; None in a control run."""
+    length: float | None = None
+    """Sampled tokens per sequence; None in a control run."""
 
     def to_plain(self) -> dict[str, Any]:
-        """For the ``shard`` message."""
-        return {
-            "reward": self.reward,
-            "accuracy": self.accuracy,
-            "length": self.length,
-            "age": describe_ages(self.ages),
-        }
+        """For the ``shard`` message; without what is None."""
+        named = {"reward": self.reward, "accuracy": self.accuracy, "length": self.length}
+        return {k: v for k, v in named.items() if v is not None} | {"age": describe_ages(self.ages)}
 
 
 def batch_stats(groups: Sequence[Group], step: int) -> BatchStats:
     """Measure a batch that step ``step`` trains; a token's age is ``step`` minus the version that sampled it."""
-    versions = np.concatenate([g.arrays["versions"] for g in groups])
-    ages, tokens = np.unique(step - versions[versions >= 0], return_counts=True)
+    if any("tokens" not in g.arrays for g in groups):
+        return _control_stats(groups, step)
+    ages = _count_ages([g.arrays["versions"] for g in groups], step)
     rewards = np.concatenate([g.rewards for g in groups])
     return BatchStats(
-        ages=dict(zip(ages.tolist(), tokens.tolist(), strict=True)),
+        ages=ages,
         reward=float(rewards.mean(dtype=np.float64)),
         accuracy=float(is_correct(rewards).mean()),
-        length=float(tokens.sum() / len(rewards)),
+        length=sum(ages.values()) / len(rewards),
     )
 
 
@@ -55,3 +52,23 @@ def describe_ages(ages: Mapping[int, int]) -> dict[str, Any]:
         "max": max(ages, default=0),
         "histogram": {str(a): n for a, n in sorted(ages.items())},
     }
+
+
+def _control_stats(groups: Sequence[Group], step: int) -> BatchStats:
+    """Fragments have a reward for each step; episodes have one each, and a version for each part of an action."""
+    if all("step_rewards" in g.arrays for g in groups):
+        total = sum(_sum_acted(g.arrays["step_rewards"], g.arrays["versions"]) for g in groups)
+        ages = _count_ages([g.arrays["versions"] for g in groups], step)
+        return BatchStats(ages=ages, reward=total / max(1, sum(ages.values())))
+    ages = _count_ages([g.arrays["versions"].min(axis=1) for g in groups], step)
+    return BatchStats(ages=ages, reward=float(np.concatenate([g.rewards for g in groups]).mean(dtype=np.float64)))
+
+
+def _sum_acted(rewards: Array, versions: Array) -> float:
+    return float(rewards.sum(where=versions >= 0, dtype=np.float64))
+
+
+def _count_ages(versions: Sequence[Array], step: int) -> dict[int, int]:
+    flat = np.concatenate([v.ravel() for v in versions])
+    counts = np.bincount(step - flat[flat >= 0])
+    return {age: int(counts[age]) for age in np.flatnonzero(counts).tolist()}

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from async_rl.buffer.fields import take
-from async_rl.config import Config
+from async_rl.config import Config, RunConfig
 from async_rl.protocol import PROTOCOL_VERSION, ROLES, STAGES
 from async_rl.wire import SCHEMA_VERSION, Header
 
+_CONTROL = "environment, observations, networks, episodes or seed"
 
-def refusal(hello: Header, config: Config, worlds: Collection[int]) -> str:
+
+def refusal(hello: Header, config: RunConfig, worlds: Collection[int]) -> str:
     """Why this client cannot take part; empty if it can.
 
     Args:
@@ -28,8 +30,9 @@ def refusal(hello: Header, config: Config, worlds: Collection[int]) -> str:
             f"{schema!r}: install the same version of async-rl on both hosts"
         )
     if contract != config.contract_hash():
+        what = _CONTROL if config.is_control else "model, task, sampling, rewards, reference or seed"
         return (
-            "model, task, sampling, rewards, reference or seed differ between your configuration (contract "
+            f"{what} differ between your configuration (contract "
             f"{contract!r}) and the server's ({config.contract_hash()!r}): start both from the same config.toml"
         )
     name = take(hello, "name", str)
@@ -40,8 +43,10 @@ def refusal(hello: Header, config: Config, worlds: Collection[int]) -> str:
     return _learner_refusal(hello, config, worlds) if hello["role"] == "learner" else ""
 
 
-def _scorer_refusal(hello: Header, config: Config) -> str:
+def _scorer_refusal(hello: Header, config: RunConfig) -> str:
     stage = take(hello, "stage", str)
+    if not isinstance(config, Config):
+        return "this run controls environments, which give their rewards themselves: it has no work for scorers"
     if stage not in STAGES:
         return f"a scorer needs a stage: {' or '.join(STAGES)}"
     if stage in config.stages:
@@ -54,9 +59,9 @@ def _scorer_refusal(hello: Header, config: Config) -> str:
     )
 
 
-def _learner_refusal(hello: Header, config: Config, worlds: Collection[int]) -> str:
+def _learner_refusal(hello: Header, config: RunConfig, worlds: Collection[int]) -> str:
     rank, world = take(hello, "rank", int, 0), take(hello, "world", int, 1)
-    most = config.buffer.groups_per_step // config.algorithm.minibatches
+    most = config.buffer.groups_per_step // config.split_minibatches
     if not 0 <= rank < world <= most:
         return f"rank {rank} of {world}: a mini-batch of {most} groups feeds 1 to {most} ranks"
     others = set(worlds) - {world}

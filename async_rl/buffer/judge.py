@@ -1,4 +1,7 @@
-"""Does a submitted group keep the promise of its ticket, and is it worth training on? Pure checks, no state."""
+"""Does a submitted group keep the promise of its ticket, and is it worth training on? Pure checks, no state.
+
+group ─► ticket ─► what the learner needs (tokens: here; control: control_rules.py) ─► versions ─► rewards ─► Answer
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from async_rl.buffer.control_rules import control_fault
 from async_rl.buffer.records import Answer, Entry, Rules
 from async_rl.data import REQUIRED_TOKEN_FIELDS, Group
 
@@ -24,11 +28,13 @@ def judge(group: Group, entry: Entry, rules: Rules, newest_version: int) -> Answ
         group: what was submitted.
         entry: the open attempt that it answers.
         rules: of the run.
-        newest_version: the newest published version; no token can carry a newer one.
+        newest_version: the newest published version; nothing can carry a newer one.
     """
-    if not all(name in group.arrays for name in REQUIRED_TOKEN_FIELDS):
-        return Answer("refused", "missing_array", fresh=True)
-    reason = _broken_promise(group, entry, rules, newest_version) or _untrainable(group, rules)
+    reason = _other_ticket(group, entry, rules)
+    if not reason and rules.control is not None:
+        reason = control_fault(group, rules.control) or _wrong_versions(group, entry, newest_version)
+    elif not reason:
+        reason = _token_fault(group, entry, rules, newest_version)
     if reason:
         return Answer("refused", reason, fresh=True)
     if "reward" in rules.stages:
@@ -45,23 +51,34 @@ def judge_rewards(rewards: npt.NDArray[np.float32], rules: Rules) -> Answer:
     return Answer("accepted")
 
 
-def _broken_promise(group: Group, entry: Entry, rules: Rules, newest_version: int) -> str:
+def _other_ticket(group: Group, entry: Entry, rules: Rules) -> str:
     """What is not as the ticket says; empty if all is."""
-    is_sampled = group.arrays["versions"] >= 0
-    sampled = group.arrays["versions"][is_sampled]
     if len(group) != rules.group_size:
         return "wrong_group_size"
-    if group.task_index != entry.task_index:
-        return "wrong_task"
+    return "" if group.task_index == entry.task_index else "wrong_task"
+
+
+def _wrong_versions(group: Group, entry: Entry, newest_version: int) -> str:
+    """Versions that cannot be, of an integer array; empty if all is well."""
+    versions = group.arrays["versions"]
+    sampled = versions[versions >= 0]
     if sampled.size == 0:
         return "nothing_sampled"
     if int(sampled.max()) > newest_version:
         return "version_from_the_future"
-    if int(sampled.min()) < entry.version:
-        return "version_older_than_ticket"
-    if not np.array_equal(is_sampled, group.arrays["loss_mask"] == 1):
+    return "version_older_than_ticket" if int(sampled.min()) < entry.version else ""
+
+
+def _token_fault(group: Group, entry: Entry, rules: Rules, newest_version: int) -> str:
+    """What is wrong with a group of token sequences; empty if all is well."""
+    if not all(name in group.arrays for name in REQUIRED_TOKEN_FIELDS):
+        return "missing_array"
+    reason = _wrong_versions(group, entry, newest_version)
+    if reason:
+        return reason
+    if not np.array_equal(group.arrays["versions"] >= 0, group.arrays["loss_mask"] == 1):
         return "mask_contradicts_versions"
-    return ""
+    return _untrainable(group, rules)
 
 
 def _untrainable(group: Group, rules: Rules) -> str:

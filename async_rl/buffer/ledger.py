@@ -24,6 +24,7 @@ import numpy as np
 from async_rl.buffer.annotating import awaited, blank, without_reference
 from async_rl.buffer.answers import Answers
 from async_rl.buffer.books import Books
+from async_rl.buffer.control_rules import episodes_of
 from async_rl.buffer.curriculum import Curriculum
 from async_rl.buffer.judge import judge
 from async_rl.buffer.policy import capacity, choose
@@ -316,6 +317,8 @@ class Ledger(Books):
         self._close_open(entry)
         self._hold(entry, group)
         self.tally.add(group, "generated")
+        if self.rules.control is not None:
+            self.tally.episodes.add(*episodes_of(group, self.rules.control))
         if self.rules.stages:
             self.scoring.put(entry)
         else:

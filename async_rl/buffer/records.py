@@ -8,10 +8,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from async_rl.config import Config
+from async_rl.buffer.control_rules import ControlRules
+from async_rl.config import Config, RunConfig
 from async_rl.data import Group
 
 Outcome = Literal["accepted", "filtered", "failed", "late", "refused"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the model, or the environment, of a run says about groups."""
+
+    num_tasks: int = 1
+    """Different tasks of the stream."""
+    vocabulary: int | None = None
+    """Token ids are below it; ``None``: any id."""
+    context: int | None = None
+    """Most tokens of a trajectory that the model can read; ``None``: any number."""
+    control: ControlRules | None = None
+    """What groups of a control run are measured against; ``None``: they hold tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +45,8 @@ class Rules:
     """Token ids are below it; ``None``: any id."""
     context: int | None = None
     """Most tokens of a trajectory that the model can read; ``None``: any number."""
+    control: ControlRules | None = None
+    """What groups of a control run are measured against; ``None``: they hold tokens."""
     stragglers: Literal["wait", "reissue"] = "wait"
     max_uses: int = 1
     replace_zero_variance: bool = False
@@ -41,17 +58,18 @@ class Rules:
     """Stages that must annotate a submitted group before it is ready."""
 
     @classmethod
-    def from_config(cls, config: Config, vocabulary: int | None = None, context: int | None = None) -> Rules:
-        """The rules of a run; what the model can read comes from its folder, see :mod:`async_rl.models`."""
-        buffer = config.buffer
+    def from_config(cls, config: RunConfig, limits: Limits | None = None) -> Rules:
+        """The rules of a run, with what its model or environment sets."""
+        buffer, limits = config.buffer, limits or Limits()
         return cls(
             steps=config.steps,
             groups_per_step=buffer.groups_per_step,
-            group_size=config.sampling.group_size,
+            group_size=config.group_size,
             max_staleness=buffer.max_staleness,
-            max_new_tokens=config.max_sampled,
-            vocabulary=vocabulary,
-            context=context,
+            max_new_tokens=config.max_sampled if isinstance(config, Config) else None,
+            vocabulary=limits.vocabulary,
+            context=limits.context,
+            control=limits.control,
             stragglers=buffer.stragglers,
             max_uses=buffer.max_uses,
             replace_zero_variance=buffer.replace_zero_variance,

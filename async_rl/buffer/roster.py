@@ -60,6 +60,8 @@ class Session:
     """The same at the last step."""
     share: float | None = None
     """Utilisation over the last interval that was measured."""
+    steps_per_s: float | None = None
+    """Steps of environments per second of generating, between its last two beats (actors of a control run)."""
     cpu_s: float = 0.0
     rss_bytes: float = 0.0
     in_flight: int = 0
@@ -107,6 +109,14 @@ class Session:
             self.share = utilization(delta)
             self.marks = dict(self.seconds)
         return self.share
+
+    def report(self, seconds: dict[str, float], info: dict[str, float]) -> None:
+        """What a beat says of its work: seconds per state and counters, both cumulative."""
+        worked_s = seconds.get("generating", 0.0) - self.seconds.get("generating", 0.0)
+        made = info.get("env_steps", 0.0) - self.info.get("env_steps", 0.0)
+        if worked_s > 0 and made > 0:
+            self.steps_per_s = made / worked_s
+        self.seconds, self.info = seconds or self.seconds, info
 
     def to_plain(self) -> dict[str, Any]:
         """For ``books.json`` and ``status``."""
@@ -172,6 +182,11 @@ class Roster:
         """Mean utilisation of a role over the last interval."""
         shares = [share for s in self.of(role) if (share := s.measure()) is not None]
         return sum(shares) / len(shares) if shares else None
+
+    def steps_per_s(self) -> float | None:
+        """Steps of environments that all actors make per second of their work; None where none has told."""
+        rates = [s.steps_per_s for s in self.of("actor") if s.steps_per_s is not None]
+        return sum(rates) if rates else None
 
     def to_plain(self) -> list[dict[str, Any]]:
         """Every client that ever was, the last of each name."""

@@ -27,13 +27,15 @@ import zmq
 
 from async_rl.buffer import journal
 from async_rl.buffer.annotating import awaited
+from async_rl.buffer.control_rules import ControlRules
 from async_rl.buffer.curriculum import Curriculum
 from async_rl.buffer.files import RunFiles
 from async_rl.buffer.ledger import Ledger
-from async_rl.buffer.records import Rules
+from async_rl.buffer.records import Limits, Rules
 from async_rl.buffer.service import Service, Weights
 from async_rl.buffer.stream import task_index
-from async_rl.config import Config, load_config
+from async_rl.config import AnyConfig, Config, ControlConfig, RunConfig, load_any
+from async_rl.control import spaces
 from async_rl.errors import ConfigError
 from async_rl.process import die_with_parent, run_guarded
 from async_rl.wire import LIMITS, Frame
@@ -54,11 +56,9 @@ class Server:
     Args:
         config: the run.
         out: run folder.
-        num_tasks: training problems.
+        limits: what model or environment say about groups; others are refused.
         weights: chunk server, already started.
         resume: checkpoint folder with ``ledger.json`` and ``groups.bin``.
-        vocabulary: of the model; groups with other tokens are refused.
-        context: most tokens of a sequence of the model; longer ones are refused.
 
     Raises:
         ConfigError: the address is taken, or open to other hosts without ``buffer.insecure``; a bad checkpoint.
@@ -66,13 +66,11 @@ class Server:
 
     def __init__(
         self,
-        config: Config,
+        config: RunConfig,
         out: Path,
-        num_tasks: int,
+        limits: Limits,
         weights: Weights,
         resume: Path | None = None,
-        vocabulary: int | None = None,
-        context: int | None = None,
     ) -> None:
         check_bind(config.buffer.bind, config.buffer.insecure)
         self._config = config
@@ -82,7 +80,7 @@ class Server:
         self._context = zmq.Context()
         try:
             self._socket = self._bind(config.buffer.bind)
-            ledger = make_ledger(config, Rules.from_config(config, vocabulary, context), num_tasks, resume)
+            ledger = make_ledger(config, limits, resume)
         except Exception:
             self._release()
             raise
@@ -216,14 +214,15 @@ def check_bind(address: str, insecure: bool) -> None:
         )
 
 
-def make_ledger(config: Config, rules: Rules, num_tasks: int, resume: Path | None) -> Ledger:
+def make_ledger(config: RunConfig, limits: Limits, resume: Path | None) -> Ledger:
     """A fresh ledger, or the one of a checkpoint.
 
     Raises:
         ConfigError: the checkpoint cannot be read.
     """
-    stream = partial(_task_of, config.seed, num_tasks)
-    curriculum = Curriculum(stream, config.seed) if config.task.curriculum else None
+    rules, stream = Rules.from_config(config, limits), partial(_task_of, config.seed, limits.num_tasks)
+    has_curriculum = isinstance(config, Config) and config.task.curriculum
+    curriculum = Curriculum(stream, config.seed) if has_curriculum else None
     if resume is None:
         return Ledger(rules, stream, curriculum)
     return journal.thaw(journal.load(resume), rules, stream, curriculum, time.monotonic())
@@ -237,6 +236,27 @@ def _contents(frame: zmq.Frame) -> Frame:
     return frame.bytes if len(frame) < _COPY_BELOW else frame.buffer
 
 
+def limits_of(config: AnyConfig, out: Path) -> Limits:
+    """What the run's model and data, or its environment, say about groups.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    if isinstance(config, ControlConfig):
+        rules = ControlRules.from_config(config, spaces.Spaces.read(out / spaces.FILE))
+        return Limits(num_tasks=config.num_tasks, control=rules)
+
+    from async_rl.models import context_length, resolve_model, vocabulary_size
+    from async_rl.tasks import load_task
+
+    model = resolve_model(config.model.path)
+    return Limits(
+        num_tasks=len(load_task(config.task, config.seed).train),
+        vocabulary=vocabulary_size(model),
+        context=context_length(model),
+    )
+
+
 def main() -> None:
     """The process: parse, start the chunk server, serve."""
     parser = argparse.ArgumentParser(prog="python -m async_rl.buffer.server", description=__doc__.partition("\n")[0])
@@ -246,19 +266,15 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent()
 
-    from async_rl.models import context_length, resolve_model, vocabulary_size
-    from async_rl.tasks import load_task
     from async_rl.weights.server import WeightServer
 
-    config = load_config(arguments.config)
+    config = load_any(arguments.config)
     check_bind(config.buffer.bind, config.buffer.insecure)
-    num_tasks = len(load_task(config.task, config.seed).train)
-    model = resolve_model(config.model.path)
-    limits = {"vocabulary": vocabulary_size(model), "context": context_length(model)}
+    limits = limits_of(config, arguments.out)
     weights = WeightServer(config.buffer.bind.rpartition(":")[0] + ":*")
     weights.start()
     try:
-        with Server(config, arguments.out, num_tasks, weights, arguments.resume, **limits) as server:
+        with Server(config, arguments.out, limits, weights, arguments.resume) as server:
 
             def interrupt(number: int, frame: FrameType | None) -> None:
                 server.interrupt()

@@ -26,7 +26,7 @@ from async_rl.buffer.records import Overdue
 from async_rl.buffer.roster import Roster, Session
 from async_rl.buffer.scorer_desk import ScorerDesk
 from async_rl.buffer.versions import Versions
-from async_rl.config import Config
+from async_rl.config import RunConfig
 from async_rl.errors import WeightsError, WireError
 from async_rl.protocol import MISSED_BEATS, ROLES, Role
 from async_rl.weights.manifest import Manifest
@@ -72,7 +72,7 @@ class Service:
 
     def __init__(
         self,
-        config: Config,
+        config: RunConfig,
         ledger: Ledger,
         files: RunFiles,
         weights: Weights,
@@ -94,13 +94,12 @@ class Service:
         self._began = now
         self._learner_heard = now  # of its work, not of its beats: those come from a thread of their own
         self._deadline = 0.0
-        colocated = config.actors.placement == "colocated"
         self._actors = ActorDesk(
-            ledger, self.roster, self.post, self.versions, files, self.refused, colocated=colocated
+            ledger, self.roster, self.post, self.versions, files, self.refused, colocated=config.actors.colocated
         )
         self._scorers = ScorerDesk(ledger, self.roster, self.post, files, self.refused)
         self._learners = LearnerDesk(
-            ledger, self.roster, self.post, files, config.algorithm.minibatches, self.account.shard_stats, wake
+            ledger, self.roster, self.post, files, config.split_minibatches, self.account.shard_stats, wake
         )
         self._handlers: dict[
             str, tuple[tuple[Role, ...], Callable[[Session, Header, Sequence[Frame], float], None]]
@@ -326,10 +325,9 @@ class Service:
     def _beat(self, session: Session, header: Header, now: float) -> None:
         timer = take(header, "timer", dict, {})
         session.state = take(timer, "state", str, session.state)[:40]
-        session.seconds = numbers(timer.get("seconds")) or session.seconds
+        session.report(numbers(timer.get("seconds")), numbers(header.get("info")))
         session.cpu_s, session.rss_bytes = number(header, "cpu_s"), number(header, "rss_bytes")
         session.in_flight = len(take(header, "in_flight", list, []))
-        session.info = numbers(header.get("info"))
         rows = spans(timer.get("spans"))
         if rows:
             self._files.append("timeline", {"name": session.name, "role": session.role, "spans": rows})

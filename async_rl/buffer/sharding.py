@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from async_rl.buffer.tally import count_sampled
 from async_rl.data import Group
 
 
@@ -33,9 +32,9 @@ class Split:
     shards: tuple[Shard, ...]
     """One per rank."""
     counts: list[dict[str, int]]
-    """Per mini-batch, over all ranks: ``groups``, ``sequences`` and sampled ``tokens``."""
+    """Per mini-batch, over all ranks: ``groups``, ``sequences`` and sampled ``tokens``, or ``steps`` that acted."""
     costs: list[list[list[int]]]
-    """Per mini-batch, per rank: the length T of each sequence in the order of the rank's groups."""
+    """Per mini-batch, per rank: length T of each sequence in the order of the rank's groups; T · N of a fragment."""
 
     def header(self, rank: int) -> dict[str, Any]:
         """Fields of the ``shard`` message to ``rank``."""
@@ -68,17 +67,24 @@ def assign(costs_per_group: Sequence[int], num_minibatches: int, num_ranks: int)
 
 
 def split(groups: Sequence[Group], num_minibatches: int, num_ranks: int) -> Split:
-    """Split a batch by token cost (prompts included, because they are computed too)."""
-    assigned = assign([sum(g.lengths) for g in groups], num_minibatches, num_ranks)
-    counts = [{"groups": 0, "sequences": 0, "tokens": 0} for _ in range(num_minibatches)]
+    """Split a batch by cost: tokens (prompts included, because they are computed too), or steps of environments."""
+    lengths = [_lengths(g) for g in groups]
+    assigned = assign([sum(parts) for parts in lengths], num_minibatches, num_ranks)
+    unit = "steps" if any("tokens" not in g.arrays for g in groups) else "tokens"
+    counts = [{"groups": 0, "sequences": 0, unit: 0} for _ in range(num_minibatches)]
     costs: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in range(num_minibatches)]
-    for group, (minibatch, owner) in zip(groups, assigned, strict=True):
+    for group, parts, (minibatch, owner) in zip(groups, lengths, assigned, strict=True):
         counts[minibatch]["groups"] += 1
         counts[minibatch]["sequences"] += len(group)
-        counts[minibatch]["tokens"] += int(np.count_nonzero(group.arrays["versions"] >= 0))
-        costs[minibatch][owner].extend(group.lengths)
+        counts[minibatch][unit] += count_sampled(group)
+        costs[minibatch][owner].extend(parts)
     shards = []
     for rank in range(num_ranks):
         mine = [i for i, (_, owner) in enumerate(assigned) if owner == rank]
         shards.append(Shard(tuple(groups[i] for i in mine), tuple(assigned[i][0] for i in mine)))
     return Split(tuple(shards), counts, costs)
+
+
+def _lengths(group: Group) -> tuple[int, ...]:
+    """What the group costs, by sequence: a fragment of T steps of N environments is one of T · N."""
+    return (group.arrays["versions"].size,) if "step_rewards" in group.arrays else group.lengths

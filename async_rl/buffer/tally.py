@@ -1,4 +1,7 @@
-"""How many sequences and sampled tokens met which fate: shows whether what is lost is longer than what is trained."""
+"""How many sequences and sampled tokens met which fate: shows whether what is lost is longer than what is trained.
+
+In a control run steps of environments are counted in place of tokens, and the last episodes are remembered.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from async_rl.buffer.episode_window import EpisodeWindow
 from async_rl.data import Group
 
 Fate = Literal["trained", "filtered", "lost", "generated"]
@@ -18,12 +22,14 @@ class Tally:
     def __init__(self) -> None:
         self.sequences: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
+        """Sampled tokens, or steps of environments in which an action counted."""
         self.ages: Counter[int] = Counter()
-        """Trained tokens by age, in learner versions."""
+        """Trained tokens (or steps) by age, in learner versions."""
+        self.episodes = EpisodeWindow()
 
     def add(self, group: Group, *fates: Fate) -> None:
         """Count a group's sequences and sampled tokens."""
-        num_sampled = int(np.count_nonzero(group.arrays["versions"] >= 0))
+        num_sampled = count_sampled(group)
         for fate in fates:
             self.sequences[fate] += len(group)
             self.tokens[fate] += num_sampled
@@ -32,12 +38,13 @@ class Tally:
         """Sampled tokens per sequence; ``None`` before the first."""
         return self.tokens[fate] / self.sequences[fate] if self.sequences[fate] else None
 
-    def to_plain(self) -> dict[str, dict[str, int]]:
+    def to_plain(self) -> dict[str, Any]:
         """For a checkpoint."""
         return {
             "sequences": dict(self.sequences),
             "tokens": dict(self.tokens),
             "ages": {str(age): n for age, n in self.ages.items()},
+            "episodes": self.episodes.to_plain(),
         }
 
     def update(self, plain: dict[str, Any]) -> None:
@@ -45,3 +52,12 @@ class Tally:
         self.sequences.update(plain["sequences"])
         self.tokens.update(plain["tokens"])
         self.ages.update({int(age): n for age, n in plain["ages"].items()})
+        self.episodes.restore(plain["episodes"])
+
+
+def count_sampled(group: Group) -> int:
+    """Tokens that the policy sampled, or steps of environments in which it acted, in any group off the wire."""
+    versions = group.arrays["versions"]
+    if versions.ndim == 2 and "step_rewards" not in group.arrays:  # episodes: each part of an action has a version
+        return sum(group.lengths)
+    return int(np.count_nonzero(versions >= 0))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from async_rl.config import Config
+from async_rl.config import RunConfig
 from async_rl.evaluation import is_evaluated
 from async_rl.weights.manifest import Manifest
 
@@ -44,7 +44,7 @@ class Versions:
             versions are evaluated.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._deadline_s = config.weights.commit_deadline_s
         self._announced: dict[int, tuple[float, str]] = {}

@@ -98,6 +98,8 @@ class ControlAlgorithmConfig(Section):
     name: Literal["ppo", "grpo", "distillation"] = "ppo"
     """``ppo`` with a critic; ``grpo``: groups of episodes from the same start, no critic; ``distillation``: imitate a
     teacher on the states that the student visits."""
+    reward_scale: float = Field(1.0, gt=0)
+    """Factor of the environment's rewards before anything is learnt from them; what is reported has its own scale."""
     gamma: float = Field(0.99, gt=0, le=1)
     lam: float = Field(0.95, ge=0, le=1)
     clip: float = Field(0.2, gt=0)
@@ -150,8 +152,8 @@ class AmpConfig(Section):
     task_weight: float = Field(1.0, ge=0)
     """Weight of the environment's reward beside it."""
     expert: str = ""
-    """File of expert transitions: safetensors with ``states`` and ``next_states`` [M, D]; see scripts/record_expert.py.
-    """
+    """File of expert transitions: safetensors with ``states`` and ``next_states`` [M, D], see scripts/record_expert.py;
+    or the name of one that ships beside the presets."""
     hidden: Widths = (256, 128)
     lr: float = Field(1e-4, gt=0)
     gradient_penalty: float = Field(10.0, ge=0)
@@ -192,6 +194,11 @@ class EpisodesConfig(Section):
     reward: str = ""
     """``module:function`` that scores a finished episode: ``f(episode: dict[str, array]) -> float``; or the path of a
     TorchScript reward model; empty: the sum of the environment's rewards."""
+    demonstrations: str = ""
+    """``module:function`` of demonstrated steps, on which the policy is trained before the first step:
+    ``f(count, seed, **env.kwargs) -> dict`` of ``obs/GROUP`` [count, ...] and ``actions`` [count, A]; empty: none."""
+    demonstration_updates: int = Field(100, ge=1)
+    """Updates of that training, 256 steps each, all different."""
 
 
 class ControlLearnerConfig(LearnerBase):

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 _RND = ("schedule", "final_weight", "final_step", "hidden", "outputs", "lr", "normalize_states", "normalize_rewards")
 _AMP = ("task_weight", "expert", "hidden", "lr", "gradient_penalty", "replay", "normalize")
-_CRITIC = ("gamma", "lam", "value_clip", "value_coef", "correction", "rho_max", "c_max")
+_CRITIC = ("reward_scale", "gamma", "lam", "value_clip", "value_coef", "correction", "rho_max", "c_max")
+_EPISODES = ("group_size", "tasks", "max_steps", "reward", "demonstrations", "demonstration_updates")
 _PPO_ONLY = ("clip", "entropy_coef", "proximal", "weight_max")
 
 
@@ -54,7 +55,7 @@ def _without_effect(config: ControlConfig) -> Iterator[tuple[str, str]]:
         for key in ("policy.critic_hidden", "observations.critic"):
             yield key, "policy.encoder = 'shared'"
     if policy.network == "transformer":
-        for name in ("activation", "std", "init_std"):
+        for name in ("activation", "std", "init_std", "normalize"):
             yield f"policy.{name}", "policy.network = 'transformer'"
     if algorithm.name != "ppo":
         for name in _CRITIC:
@@ -78,9 +79,11 @@ def _without_effect(config: ControlConfig) -> Iterator[tuple[str, str]]:
         for name in ("horizon", "num_envs"):
             yield f"env.{name}", "algorithm.name = 'grpo': an actor steps episodes.group_size environments to their end"
     else:
-        for name in ("group_size", "tasks", "max_steps", "reward"):
+        for name in _EPISODES:
             yield f"episodes.{name}", f"algorithm.name = {algorithm.name!r}"
         yield "buffer.replace_zero_variance", f"algorithm.name = {algorithm.name!r}"
+    if algorithm.name == "grpo" and not config.episodes.demonstrations:
+        yield "episodes.demonstration_updates", "episodes.demonstrations = ''"
     if config.rnd.weight == 0 or algorithm.name != "ppo":
         for name in _RND:
             yield f"rnd.{name}", "rnd.weight = 0"

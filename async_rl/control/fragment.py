@@ -22,7 +22,7 @@ fragment before ended, so that what follows the last step is sent along.
 
 A group of *episodes* (``grpo``) has G trajectories, the arrays concatenated over time: ``obs/GROUP`` [S, ...],
 ``actions`` [S, A], ``logprobs`` and ``versions`` [S, A] (each part of an action has its own), and ``rewards`` [G], one
-per episode.
+per episode, as it was judged; ``episode_returns`` and ``episode_lengths`` [G] beside it are what the environment says.
 """
 
 from __future__ import annotations

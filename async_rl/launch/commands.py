@@ -22,6 +22,8 @@ class Commands:
     """Processes of the learner group."""
     resume: Path | None = None
     """Checkpoint folder to continue from."""
+    is_control: bool = False
+    """Whether environments are controlled; else a language model is trained."""
 
     def server(self) -> list[str]:
         """The buffer server; it writes ``out/server.json`` once its socket is bound."""
@@ -36,15 +38,19 @@ class Commands:
         ]
 
     def learner(self, address: str) -> list[str]:
-        """The learner group under torchrun."""
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
-        launch += ["--log-dir", str(self.out / "logs" / "torchrun")]  # else a folder stays behind in the temporary one
-        main = ["-m", "learner.main", str(self.config), "--out", str(self.out), "--connect", address]
+        """The learner group under torchrun; one rank alone starts sooner without."""
+        launch = [sys.executable]
+        if self.ranks > 1:
+            launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
+            # without a folder for logs one stays behind among the temporary ones
+            launch += ["--log-dir", str(self.out / "logs" / "torchrun")]
+        main = ["-m", f"learner.{self._domain}main", str(self.config), "--out", str(self.out), "--connect", address]
         return [*launch, *main, *self._resume()]
 
     def actor(self, address: str, name: str) -> list[str]:
         """One rollout actor."""
-        return [sys.executable, "-m", "actors.main", str(self.config), "--connect", address, "--name", name]
+        main = ["-m", f"actors.{self._domain}main", str(self.config)]
+        return [sys.executable, *main, "--connect", address, "--name", name]
 
     def scorer(self, address: str, name: str, role: str) -> list[str]:
         """One scorer of the stage ``role``: ``reward`` or ``reference``."""
@@ -53,7 +59,13 @@ class Commands:
 
     def evaluator(self, address: str) -> list[str]:
         """The held-out evaluation."""
-        return [sys.executable, "-m", "actors.evaluation.main", str(self.config), "--connect", address]
+        module = "actors.control.evaluation" if self.is_control else "actors.evaluation.main"
+        return [sys.executable, "-m", module, str(self.config), "--connect", address]
+
+    @property
+    def _domain(self) -> str:
+        """Package of the domain's own processes, as a part of a module's name."""
+        return "control." if self.is_control else ""
 
     def _resume(self) -> list[str]:
         return ["--resume", str(self.resume)] if self.resume else []

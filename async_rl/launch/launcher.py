@@ -71,6 +71,7 @@ class Launcher:
         env: environment of every process.
         gpus: ``CUDA_VISIBLE_DEVICES`` per process name.
         actors: how many actors are started here; 0 when they connect from other hosts.
+        evaluates: whether the evaluator is started here.
         scorers: how many scorers of each stage are started here.
         monitor: makes the line to the server at an address.
         cleanup: frees what a killed process may have left, given the run id.
@@ -85,6 +86,7 @@ class Launcher:
     monitor: Callable[[str], Monitor]
     cleanup: Callable[[str], object]
     scorers: Mapping[str, int] = field(default_factory=dict)
+    evaluates: bool = True
     children: list[Child] = field(default_factory=list)
     workers: list[Worker] = field(default_factory=list)
 
@@ -136,7 +138,8 @@ class Launcher:
             self.workers.append(Worker(f"actor{i}", "actor", self.commands.actor(address, f"actor{i}")))
         for name, role in scorer_names(self.scorers):
             self.workers.append(Worker(name, role, self.commands.scorer(address, name, role)))
-        self.workers.append(Worker("evaluator", "evaluator", self.commands.evaluator(address)))
+        if self.evaluates:
+            self.workers.append(Worker("evaluator", "evaluator", self.commands.evaluator(address)))
         for worker in self.workers:
             worker.child = self._start(worker.name, worker.command)
 

@@ -10,8 +10,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from async_rl.config import Config
+from async_rl.config import AnyConfig, Config, ControlConfig
+from async_rl.control.spaces import Spaces
 from async_rl.errors import ConfigError
+from async_rl.launch import control_overview
+from async_rl.units import format_bytes
 
 _MAX_HEADER_BYTES = 100 << 20
 SMALL_GROUP = 4
@@ -97,17 +100,36 @@ def warnings(config: Config) -> list[str]:
     return found
 
 
-def print_overview(console: Console, config: Config, model: Path | None, out: Path) -> None:
-    """Print the table and the warnings."""
-    view = overview(config, model)
+def in_a_line(config: AnyConfig) -> str:
+    """What a configuration trains, on what, for how long."""
+    if isinstance(config, ControlConfig):
+        return f"{config.policy.network} on {config.env.id}, {config.steps} steps, {config.algorithm.name}"
+    task = config.task.environment or config.task.data or config.task.name
+    return f"{config.model.path} on {task}, {config.steps} steps, engine {config.actors.engine}"
+
+
+def print_overview(console: Console, config: AnyConfig, found: Path | Spaces | None, out: Path) -> None:
+    """Print the table and the warnings.
+
+    Args:
+        console: where.
+        config: the run.
+        found: model folder, or what the environment offers; None: nothing yet.
+        out: run folder.
+    """
+    if isinstance(config, ControlConfig):
+        rows, notes = control_overview.rows(config, found) if isinstance(found, Spaces) else [], []
+    else:
+        model = found if isinstance(found, Path) else None
+        rows, notes = _rows(config, overview(config, model), model), warnings(config)
     table = Table(title=f"{config.name}: {config.steps} steps", title_justify="left", show_header=False, box=None)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, text in _rows(config, view, model):
+    for name, text in rows:
         table.add_row(name, text)
     table.add_row("files", str(out))
     console.print(table)
-    for line in warnings(config):
+    for line in notes:
         console.print(f"[yellow]warning:[/] {line}", highlight=False)
 
 
@@ -170,22 +192,3 @@ def _critic(config: Config) -> str:
 
 def _several(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def format_bytes(count: float) -> str:
-    """``2.4 MB``: decimal units, two digits that matter."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
-
-
-def format_seconds(seconds: float) -> str:
-    """``3 s``, ``2 min 05 s``, ``1 h 02 min``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -9,18 +9,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from async_rl.config import Config
+from async_rl.config import AnyConfig, Config
 from async_rl.errors import ConfigError
 from async_rl.launch.preflight import CLASSIFIER, Announce, check_model_folder, ensure_folder
 from async_rl.tasks.template import names_in
 
 
-def check_role(config: Config, role: str) -> None:
+def check_role(config: AnyConfig, role: str) -> None:
     """Check that a process of this role has something to do in this run.
 
     Raises:
         ConfigError: the stage is computed elsewhere, or not at all.
     """
+    if role != "actor" and not isinstance(config, Config):
+        raise ConfigError(
+            f"--role {role}: environments give their rewards themselves, so a control run has no {role} scorers; "
+            "leave --role away for an actor"
+        )
     if role != "actor" and role not in config.stages:
         idle = role == "reference" and not config.needs_reference
         why = "nothing in [algorithm] reads a reference" if idle else f"set {role}.placement = 'scorer' for the run"

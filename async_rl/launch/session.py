@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from async_rl.config import Config, load_config, to_toml
+from async_rl.config import AnyConfig, Config, ControlConfig, RunConfig, load_any, to_toml
+from async_rl.control.spaces import Spaces
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.launch import preflight, roles, task_checks
+from async_rl.launch import control_checks, preflight, roles, token_checks
 from async_rl.launch.children import Child, end_all, end_descendants, wait_all
 from async_rl.launch.commands import Commands, assign_gpus, visible_gpus
 from async_rl.launch.interfaces import Monitor, Outcome
@@ -26,6 +27,8 @@ from async_rl.launch.progress import make_console, make_display
 from async_rl.report.trace import write_trace
 from async_rl.runfolder import RunFolder, read_json, write_atomically
 from async_rl.summary import write_summary
+
+_TOKEN_CONTRACT = "model, task, sampling, rewards, reference"
 
 
 def run_session(
@@ -43,15 +46,17 @@ def run_session(
     env = preflight.child_environment(os.environ, search)
     with Interrupts() as interrupts:
         try:
-            model = _check(config, env, folder, console, interrupts, with_actors=with_actors)
+            found = _check(config, env, folder, console, interrupts, with_actors=with_actors)
         except AsyncRLError:
             if not any(folder.iterdir()):
                 folder.rmdir()
             if interrupts.count:
                 return interrupts.exit_code
             raise
-        print_overview(console, config, model, folder)
+        print_overview(console, config, found, folder)
         write_atomically(folder / "config.toml", to_toml(config))
+        if isinstance(found, Spaces):
+            found.write(folder)
         outcome = _launch(config, folder, checkpoint, env, console, interrupts, with_actors=with_actors)
         return _finish(folder, outcome, console)
 
@@ -69,7 +74,7 @@ def run_actor(source: str, overrides: Sequence[str], connect: str, name: str | N
     Raises:
         ConfigError: an argument, a setting, the model or the data is wrong.
     """
-    config = load_config(source, overrides)
+    config = load_any(source, overrides)
     name = name or f"{socket.gethostname()}-{role}-{os.getpid()}"
     preflight.check_connect(connect)
     roles.check_role(config, role)
@@ -81,29 +86,24 @@ def run_actor(source: str, overrides: Sequence[str], connect: str, name: str | N
         _check_host(config, role, env, folder, console, interrupts)
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "config.toml", to_toml(config))
-        commands = Commands(config=folder / "config.toml", out=folder, ranks=1)
+        commands = Commands(config=folder / "config.toml", out=folder, ranks=1, is_control=config.is_control)
         console.print(f"{name} serves {connect}; log: {folder / 'logs' / f'{name}.log'}")
         command = commands.actor(connect, name) if role == "actor" else commands.scorer(connect, name, role)
         return _keep_alive(name, command, folder / "logs" / f"{name}.log", env, interrupts)
 
 
 def _check_host(
-    config: Config, role: str, env: dict[str, str], out: Path, console: Console, interrupts: Interrupts
+    config: AnyConfig, role: str, env: dict[str, str], out: Path, console: Console, interrupts: Interrupts
 ) -> None:
-    """What one process of this role needs on this host, cheapest first."""
-    log = out / "logs" / "warmup.log"
-    model = preflight.ensure_model(config, env, log, console.print, lambda: interrupts.count > 0)
-    if role == "reference":
-        roles.ensure_reference(config, model, env, log, console.print, lambda: interrupts.count > 0)
-        return
-    if role == "actor":
-        preflight.check_engine(config)
-    task_checks.check_data(config, env)
-    if config.reward.placement == ("actor" if role == "actor" else "scorer"):
-        roles.check_reward(config, env)
-    if role == "actor":
-        task_checks.check_chat_template(config, env, model)
-        task_checks.check_environment(config, env, lambda: interrupts.count > 0)
+    """What one process of this role needs on this host."""
+
+    def interrupted() -> bool:
+        return interrupts.count > 0
+
+    if isinstance(config, ControlConfig):
+        control_checks.try_environment(config, env, out / "logs", interrupted)
+    else:
+        token_checks.check_host(config, role, env, out / "logs" / "warmup.log", console.print, interrupted)
 
 
 def _keep_alive(name: str, command: Sequence[str], log: Path, env: dict[str, str], interrupts: Interrupts) -> int:
@@ -129,12 +129,12 @@ def _keep_alive(name: str, command: Sequence[str], log: Path, env: dict[str, str
 
 def _configure(
     source: str | None, overrides: Sequence[str], out: Path | None, resume: Path | None
-) -> tuple[Config, Path, Path | None]:
+) -> tuple[AnyConfig, Path, Path | None]:
     """Configuration, run folder and, when resuming, the checkpoint."""
     if resume is None:
         if source is None:
             raise ConfigError("name a preset or a CONFIG.toml (async-rl presets lists what ships), or use --resume DIR")
-        config = load_config(source, overrides)
+        config = load_any(source, overrides)
         folder = out or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         return config, preflight.prepare_out(folder), None
     if out is not None and out.resolve() != resume.resolve():
@@ -145,19 +145,17 @@ def _configure(
     checkpoint = RunFolder(resume).latest_checkpoint()
     if checkpoint is None:
         raise ConfigError(f"--resume {resume}: no complete checkpoint in {resume / 'checkpoints'}; start the run again")
-    config = load_config(source or str(resume / "config.toml"), overrides)
-    before = load_config(str(resume / "config.toml"))
+    config = load_any(source or str(resume / "config.toml"), overrides)
+    before = load_any(str(resume / "config.toml"))
     if config.contract_hash() != before.contract_hash():
-        raise ConfigError(
-            f"--resume {resume}: model, task, sampling, rewards, reference and seed must stay as in "
-            f"{resume / 'config.toml'}"
-        )
+        what = "environment, observations, networks, episodes" if config.is_control else _TOKEN_CONTRACT
+        raise ConfigError(f"--resume {resume}: {what} and seed must stay as in {resume / 'config.toml'}")
     done = int(checkpoint.name.removeprefix("step_"))
     if done >= config.steps:
         raise ConfigError(
             f"--resume {resume}: all {config.steps} steps are done; go further with --set steps={2 * done}"
         )
-    num_parameters(checkpoint / "hf")
+    num_parameters(checkpoint if config.is_control else checkpoint / "hf")  # the files are whole
     return config, resume.resolve(), checkpoint.resolve()
 
 
@@ -177,32 +175,22 @@ def _refuse_running(folder: Path) -> None:
 
 
 def _check(
-    config: Config, env: dict[str, str], out: Path, console: Console, interrupts: Interrupts, *, with_actors: bool
-) -> Path:
-    """Everything that can fail before a process is started, cheapest first; the model folder."""
+    config: AnyConfig, env: dict[str, str], out: Path, console: Console, interrupts: Interrupts, *, with_actors: bool
+) -> Path | Spaces:
+    """Everything that can fail before a process is started; the model folder, or what the environment offers."""
+
+    def interrupted() -> bool:
+        return interrupts.count > 0
+
     preflight.check_address(config.buffer.bind, config.buffer.insecure)
-    if with_actors:
-        preflight.check_engine(config)
-    preflight.check_verifier(config.task.verifier, env)
-    task_checks.check_data(config, env)
-    if with_actors:
-        roles.check_reward(config, env)
-    model = preflight.ensure_model(
-        config, env, out / "logs" / "warmup.log", console.print, lambda: interrupts.count > 0
-    )
-    if config.needs_reference:
-        roles.ensure_reference(
-            config, model, env, out / "logs" / "warmup.log", console.print, lambda: interrupts.count > 0
-        )
-    preflight.check_limits(config, model)
-    task_checks.check_chat_template(config, env, model)
-    task_checks.check_environment(config, env, lambda: interrupts.count > 0)
-    preflight.check_shared_memory((num_parameters(model) or 0) * 4)
-    return model
+    if isinstance(config, ControlConfig):
+        return control_checks.check_run(config, env, out / "logs", interrupted, with_actors=with_actors)
+    log = out / "logs" / "warmup.log"
+    return token_checks.check_run(config, env, log, console.print, interrupted, with_actors=with_actors)
 
 
 def _launch(
-    config: Config,
+    config: RunConfig,
     out: Path,
     checkpoint: Path | None,
     env: dict[str, str],
@@ -224,21 +212,31 @@ def _launch(
         return Client(address, "monitor", f"launcher-{os.getpid()}", config.contract_hash())
 
     actors = config.actors.count if with_actors else 0
-    scorers = _scorers(config) if with_actors else {}
-    gpus = [] if config.model.device == "cpu" else visible_gpus(env)
+    scorers = _scorers(config) if with_actors and isinstance(config, Config) else {}
+    evaluates = with_actors or not (isinstance(config, ControlConfig) and config.env.spaces)
+    if not evaluates:
+        console.print("no evaluation: with env.spaces this host is not asked to make the environment")
+    gpus = [] if config.device == "cpu" else visible_gpus(env)
     with make_display(console, config) as display:
         return Launcher(
-            commands=Commands(config=out / "config.toml", out=out, ranks=config.learner.ranks, resume=checkpoint),
+            commands=Commands(
+                config=out / "config.toml",
+                out=out,
+                ranks=config.learner.ranks,
+                resume=checkpoint,
+                is_control=config.is_control,
+            ),
             env=env,
             gpus=assign_gpus(
                 gpus,
                 config.learner.ranks,
                 actors,
-                [name for name, role in scorer_names(scorers) if role == "reference" or config.reward.model],
-                colocated=config.actors.placement == "colocated",
+                _with_model(config, scorers),
+                colocated=config.actors.colocated,
             ),
             actors=actors,
             scorers=scorers,
+            evaluates=evaluates,
             display=display,
             interrupts=interrupts,
             monitor=monitor,
@@ -252,7 +250,13 @@ def _scorers(config: Config) -> dict[str, int]:
     return {stage: counts[stage] for stage in config.stages}
 
 
-def _reachable(address: str, config: Config) -> str:
+def _with_model(config: RunConfig, scorers: Mapping[str, int]) -> list[str]:
+    """Names of the scorers that hold a model."""
+    has_model = isinstance(config, Config) and config.reward.model != 0
+    return [name for name, role in scorer_names(scorers) if role == "reference" or has_model]
+
+
+def _reachable(address: str, config: RunConfig) -> str:
     """The address as another host would write it."""
     host = config.buffer.bind.removeprefix("tcp://").rpartition(":")[0]
     everywhere = host in ("0.0.0.0", "*", "[::]")

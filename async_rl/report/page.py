@@ -5,11 +5,12 @@ run folder ─► RunFolder ─► summary (the finished one, else what is known
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from html import escape
 from pathlib import Path
 
 from async_rl.errors import ConfigError
-from async_rl.report import sections
+from async_rl.report import control_sections, sections
 from async_rl.report.style import style_sheet
 from async_rl.runfolder import RunFolder, write_atomically
 from async_rl.summary import summarize
@@ -37,16 +38,23 @@ def render(run: RunFolder) -> str:
     summary = run.summary or summarize(run, outcome=None)
     books, metrics, timeline = run.books, run.metrics, run.timeline
     reasons = {kind: books.get(kind) or {} for kind in ("filtered", "failed", "refused")}
+    if control_sections.is_control(summary):
+        shown: Collection[str] = control_sections.CHARTS
+        learning = control_sections.curves(metrics, run.evals)
+        unit = "environment steps"
+    else:
+        shown, unit = _CHARTS, "tokens"
+        learning = [sections.learning(metrics, name, label) for name, label in _CHARTS.items()]
+        learning.append(sections.held_out(run.evals))
     body = [
-        *(sections.learning(metrics, name, label) for name, label in _CHARTS.items()),
-        sections.held_out(run.evals),
-        sections.ages(summary.get("staleness") or {}),
+        *learning,
+        sections.ages(summary.get("staleness") or {}, unit),
         sections.usage(timeline),
         sections.ledger(summary.get("ledger") or {}, reasons),
         sections.scoring(summary.get("stages") or {}),
         sections.weights(summary),
         sections.processes(summary),
-        sections.others(metrics, _CHARTS),
+        sections.others(metrics, shown),
         sections.samples(run.samples),
         sections.configuration(run.config_text),
     ]

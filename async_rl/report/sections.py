@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from async_rl.launch.overview import format_bytes, format_seconds
 from async_rl.report.svg import Series, bar_chart, line_chart, running_mean, shares_chart
 from async_rl.report.trace import roles, spans_by_process
 from async_rl.report.usage import fractions, seconds_per_state, shares_over_time, without_pauses
 from async_rl.runfolder import Row
 from async_rl.timer import STATES, WORK
+from async_rl.units import format_bytes, format_seconds
 
 BINS = 240
 MAX_SAMPLES = 24
@@ -33,7 +33,11 @@ def headline(summary: Mapping[str, Any]) -> str:
         ("wall-clock", format_seconds(summary["wall_s"]) if summary.get("wall_s") is not None else None),
         ("held-out accuracy at the start", _number(evals.get("accuracy_start"), ".3f")),
         ("held-out accuracy", _number(evals.get("accuracy"), ".3f")),
+        ("return at the start", _number(evals.get("return_start"), ",.4g")),
+        ("return", _number(evals.get("return"), ",.4g")),
+        ("rate of success", _number(evals.get("success"), ".0%")),
         ("trained tokens/s", _number(throughput.get("trained_tokens_per_s"), ",.0f")),
+        ("environment steps/s", _number(throughput.get("env_steps_per_s"), ",.0f")),
         ("largest age, bound", _pair(staleness.get("max"), staleness.get("bound"))),
         ("learner at work", _number(used.get("learner"), ".0%")),
         ("actors at work", _number(used.get("actors"), ".0%")),
@@ -66,15 +70,15 @@ def held_out(evals: Sequence[Row]) -> str:
     return section("Held-out evaluation (greedy, one version each)", chart) if chart else ""
 
 
-def ages(staleness: Mapping[str, Any]) -> str:
-    """Tokens by age when they were trained, with the bound."""
+def ages(staleness: Mapping[str, Any], unit: str = "tokens") -> str:
+    """Tokens (or another unit) by age when they were trained, with the bound."""
     histogram = {int(k): float(v) for k, v in (staleness.get("histogram") or {}).items()}
     if not histogram:
         return ""
     bound = staleness.get("bound")
     bars = [(str(a), histogram.get(a, 0.0)) for a in range(max(histogram) + 1)]
     limit = f"; bound {bound}, dashed" if bound is not None else ""
-    text = f'<p class="soft">Trained tokens by age in learner versions{limit}; mean {staleness.get("mean", 0):.2f}.</p>'
+    text = f'<p class="soft">Trained {unit} by age in learner versions{limit}; mean {staleness.get("mean", 0):.2f}.</p>'
     mark = bound if bound is not None and bound < len(bars) else None
     return section("Staleness", text + bar_chart(bars, x_label="age", mark=mark))
 
@@ -144,7 +148,7 @@ _WEIGHT_TIMES = {
     "publish_s": "publish, mean s",
     "transfer_s": "transfer and verify, mean s",
     "commit_s": "swap into the engine, mean s",
-    "pause_s": "decoding paused for a swap, median s",
+    "pause_s": "generation paused for a swap, median s",
     "pause_share": "share of the actors' time that these pauses took",
 }
 

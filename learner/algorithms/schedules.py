@@ -7,10 +7,12 @@ HIGHEST_LR = 1e-2
 _FACTOR = 1.5
 
 
-def kl_adaptive_lr(lr: float, kl: float, target: float) -> float:
+def kl_adaptive_lr(
+    lr: float, kl: float, target: float, lowest: float = LOWEST_LR, highest: float = HIGHEST_LR
+) -> float:
     """Keep the measured KL near its target: slower above twice the target, faster below half of it.
 
-        kl > 2 target: lr / 1.5        kl < target / 2: 1.5 lr        limits 1e-6 and 1e-2
+        kl > 2 target: lr / 1.5        kl < target / 2: 1.5 lr        limits ``lowest`` and ``highest``
 
     A rate beyond a limit is left where it is.
 
@@ -18,11 +20,13 @@ def kl_adaptive_lr(lr: float, kl: float, target: float) -> float:
         lr: present learning rate.
         kl: KL between behaviour and current policy, over all ranks.
         target: wanted KL.
+        lowest: limit.
+        highest: limit.
     """
     if kl > 2 * target:
-        return max(min(LOWEST_LR, lr), lr / _FACTOR)
+        return max(min(lowest, lr), lr / _FACTOR)
     if kl < target / 2:
-        return min(max(HIGHEST_LR, lr), lr * _FACTOR)
+        return min(max(highest, lr), lr * _FACTOR)
     return lr
 
 

@@ -19,10 +19,13 @@ from learner.control.rollout import Rollout
 class Extension(Protocol):
     """One addition to PPO; its modules lie in the flat vector like all others."""
 
-    modules: Mapping[str, nn.Module]
-    """By role."""
-    sums: Mapping[str, int]
-    """Names and lengths of what :meth:`loss` returns."""
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """By role."""
+
+    @property
+    def sums(self) -> Mapping[str, int]:
+        """Names and lengths of what :meth:`loss` returns."""
 
     def rates(self, step: int) -> Mapping[str, float]:
         """Learning rate of each role."""

@@ -40,14 +40,17 @@ class Batch:
 class Method(Protocol):
     """One algorithm. Everything with parameters or running statistics is in ``modules``."""
 
-    modules: Mapping[str, nn.Module]
-    """By role, ``policy`` first, in the order of the flat vector; :class:`learner.flat.FlatParameters` takes parameters
-    and state of all of them."""
-    published: tuple[str, ...]
-    """The roles that actors need: the first of ``modules``."""
-    sums: Mapping[str, int]
-    """Names and lengths of what :meth:`loss` returns. With ``kl`` and ``samples`` among them the adaptive learning rate
-    follows their ratio."""
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """By role, ``policy`` first, in the order of the flat vector, which takes their parameters and state."""
+
+    @property
+    def published(self) -> tuple[str, ...]:
+        """The roles that actors need: the first of ``modules``."""
+
+    @property
+    def sums(self) -> Mapping[str, int]:
+        """Names and lengths of what :meth:`loss` returns; the adaptive rate follows ``kl`` / ``samples`` among them."""
 
     def rates(self, lr: float, step: int) -> Mapping[str, float]:
         """Learning rate of each role, given that of the schedule."""

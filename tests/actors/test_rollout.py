@@ -13,7 +13,8 @@ from actors.players.scoring import Scoring
 from actors.players.submission import SAMPLE_CHARACTERS
 from actors.players.work import Failed
 from actors.receiver import Prepared
-from actors.rollout import MAX_COMMIT_FAILURES, MAX_FAILURES, MAX_VERIFIER_FAILURES, Rollout
+from actors.rollout import MAX_FAILURES, MAX_VERIFIER_FAILURES, Rollout
+from actors.swap import MAX_COMMIT_FAILURES
 from actors.verifiers.pool import Verdict
 from async_rl.config import parse_config
 from async_rl.errors import AsyncRLError, WeightsError

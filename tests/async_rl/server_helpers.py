@@ -14,9 +14,10 @@ import numpy as np
 import zmq
 from buffer_helpers import answer
 
+from async_rl.buffer.records import Limits
 from async_rl.buffer.server import Server
 from async_rl.client import Client
-from async_rl.config import Config, parse_config
+from async_rl.config import Config, RunConfig, parse_config
 from async_rl.data import Annotation, Group
 from async_rl.protocol import PROTOCOL_VERSION, Ticket
 from async_rl.weights.manifest import Manifest, Tensor, chunk_checksums, combine
@@ -50,9 +51,11 @@ def config(**sections: dict[str, Any]) -> Config:
 
 
 @contextmanager
-def running(settings: Config, out: Path, resume: Path | None = None) -> Iterator[Server]:
+def running(
+    settings: RunConfig, out: Path, resume: Path | None = None, limits: Limits | None = None
+) -> Iterator[Server]:
     """The server's thread; ends with the run, or by force when the test is over."""
-    server = Server(settings, out, NUM_TASKS, NoWeights(), resume)
+    server = Server(settings, out, limits or Limits(num_tasks=NUM_TASKS), NoWeights(), resume)
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(server.run()), daemon=True)
     thread.start()
@@ -144,7 +147,7 @@ class Peer(Client):
 class Cast:
     """Clients of one server, closed together."""
 
-    def __init__(self, server: Server, settings: Config) -> None:
+    def __init__(self, server: Server, settings: RunConfig) -> None:
         self._server, self._contract, self._stack = server, settings.contract_hash(), ExitStack()
 
     def __enter__(self) -> Cast:
@@ -219,7 +222,7 @@ class Raw:
         return not self._socket.poll(seconds * 1000)
 
 
-def hello(settings: Config, **changes: Any) -> bytes:
+def hello(settings: RunConfig, **changes: Any) -> bytes:
     fields = {
         "type": "hello",
         "protocol": PROTOCOL_VERSION,

@@ -14,8 +14,9 @@ from run_folder import make_run
 from async_rl import cli
 from async_rl.config import parse_config
 from async_rl.errors import ConfigError
-from async_rl.launch.overview import format_bytes, format_seconds, overview, print_overview
+from async_rl.launch.overview import overview, print_overview
 from async_rl.launch.progress import Glance, Pace, PlainDisplay, one_line, panel
+from async_rl.units import format_bytes, format_seconds
 
 COMMAND = [sys.executable, "-m", "async_rl"]
 

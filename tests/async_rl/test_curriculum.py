@@ -9,6 +9,7 @@ from buffer_helpers import NUM_TASKS, annotation, answer, rules
 from async_rl.buffer.curriculum import Curriculum
 from async_rl.buffer.journal import freeze, load, save, thaw
 from async_rl.buffer.ledger import Ledger
+from async_rl.buffer.records import Limits
 from async_rl.buffer.server import make_ledger
 from async_rl.buffer.stream import task_index
 from async_rl.config import parse_config
@@ -83,8 +84,8 @@ def test_a_restored_curriculum_goes_on_with_the_same_picks():
 
 
 def test_without_a_curriculum_the_stream_is_as_it_was_and_with_one_too_until_something_is_known():
-    plain = make_ledger(parse_config({"seed": 3}), rules(steps=50), TASKS, None)
-    asked = make_ledger(parse_config({"seed": 3, "task": {"curriculum": True}}), rules(steps=50), TASKS, None)
+    plain = make_ledger(parse_config({"seed": 3}), Limits(num_tasks=TASKS), None)
+    asked = make_ledger(parse_config({"seed": 3, "task": {"curriculum": True}}), Limits(num_tasks=TASKS), None)
     assert plain.curriculum is None
     for ordinal in range(4):
         tickets = [books.issue("a", 0, 0.0) for books in (plain, asked)]

@@ -20,7 +20,7 @@ from async_rl.launch.commands import Commands, assign_gpus, visible_gpus
 from async_rl.launch.interrupts import Interrupts
 from async_rl.launch.launcher import Launcher, local_address
 from async_rl.launch.session import _configure
-from async_rl.runfolder import CHECKPOINT_FILES
+from async_rl.runfolder import CHECKPOINT_FILES, MODEL_FILES
 
 # Runs until OUT/exit_NAME holds an exit code; the text of OUT/say_NAME is its last word.
 STAND_IN = """
@@ -477,6 +477,8 @@ def test_commands_name_module_config_and_place():
         *["--log-dir", "r/logs/torchrun", "-m", "learner.main"],
         *["r/config.toml", "--out", "r", "--connect", "tcp://h:1", *resume],
     ]
+    alone = Commands(config=Path("r/config.toml"), out=Path("r"), ranks=1).learner("tcp://h:1")
+    assert alone[:3] == [python, "-m", "learner.main"]  # needs no torchrun
     assert commands.actor("tcp://h:1", "actor0")[1:] == [
         *["-m", "actors.main", "r/config.toml", "--connect", "tcp://h:1", "--name", "actor0"]
     ]
@@ -655,7 +657,8 @@ def test_resume_needs_a_complete_checkpoint_and_the_same_contract(tmp_path):
     with pytest.raises(ConfigError, match="no run folder"):
         _configure(None, [], None, tmp_path)
     (tmp_path / "config.toml").write_text(to_toml(config))
-    for step, names in {4: CHECKPOINT_FILES, 8: CHECKPOINT_FILES[:-1]}.items():
+    model = MODEL_FILES[0]
+    for step, names in {4: (*CHECKPOINT_FILES, model), 8: (*CHECKPOINT_FILES[1:], model), 9: CHECKPOINT_FILES}.items():
         folder = tmp_path / "checkpoints" / f"step_{step}"
         (folder / "hf").mkdir(parents=True)
         for name in names:

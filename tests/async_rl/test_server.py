@@ -12,6 +12,7 @@ import pytest
 from buffer_helpers import answer, make
 from server_helpers import Cast, NoWeights, Raw, config, eventually, exit_code, finish, hello, lines, manifest, running
 
+from async_rl.buffer.records import Limits
 from async_rl.buffer.server import Server
 from async_rl.client import Client, Stopped
 from async_rl.config import to_toml
@@ -82,7 +83,7 @@ def test_a_newcomer_with_the_same_name_takes_the_place_and_the_tickets_return(ca
 
 def test_an_address_that_others_reach_needs_consent_and_a_taken_port_is_a_sentence(tmp_path):
     def serve(**buffer):
-        return Server(config(buffer=buffer), tmp_path, 4, NoWeights())
+        return Server(config(buffer=buffer), tmp_path, Limits(num_tasks=4), NoWeights())
 
     with pytest.raises(ConfigError, match=r"buffer\.insecure"):
         serve(bind="tcp://0.0.0.0:*")
@@ -572,7 +573,7 @@ def test_a_resumed_server_keeps_all_lines_but_those_that_it_writes_again(tmp_pat
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     with open(tmp_path / "timeline.jsonl", "a", encoding="utf-8") as file:
         file.write('{"name": "a", "sp')  # cut short by the crash
-    Server(settings, tmp_path, 16, NoWeights(), checkpoint).close()
+    Server(settings, tmp_path, Limits(num_tasks=16), NoWeights(), checkpoint).close()
     folder = RunFolder(tmp_path)
     assert folder.samples == kept
     assert [(row["version"], row["samples"]) for row in folder.evals] == [(v, [{"completion": text}]) for v in (0, 1)]
@@ -594,7 +595,7 @@ def test_a_run_that_ends_without_an_evaluator_says_that_the_last_evaluation_is_m
 
 def test_a_checkpoint_that_is_not_there_is_a_sentence(settings, tmp_path):
     with pytest.raises(ConfigError, match="cannot resume"):
-        Server(settings, tmp_path, 4, NoWeights(), tmp_path / "none")
+        Server(settings, tmp_path, Limits(num_tasks=4), NoWeights(), tmp_path / "none")
 
 
 # ---------------------------------------------------------------- the process

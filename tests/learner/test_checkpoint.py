@@ -5,27 +5,20 @@ import os
 
 import pytest
 import torch
+from token_domains import counters, domain_of
 
 from async_rl.config import parse_config
 from async_rl.errors import ConfigError
 from async_rl.models import load_causal_lm
 from async_rl.runfolder import RunFolder
-from learner.checkpoint import CheckpointError, Checkpoints, TrainerState, load_tensors, model_folder, read_state
+from learner.checkpoint import CheckpointError, Checkpoints, read_state
+from learner.token_domain import load_tensors, model_folder
 
 CONFIG = parse_config({"learner": {"lr": 2e-4}})
 
 
-class Tokenizer:
-    """Stands for the real one: writes one file."""
-
-    def save_pretrained(self, folder):
-        (folder / "tokenizer.json").write_text("{}")
-
-
 def state_at(step):
-    return TrainerState(
-        step=step, lr=2e-4, kl_coef=0.0, trained_tokens=77.0, skipped_in_row=1, contract=CONFIG.contract_hash()
-    )
+    return counters(step, CONFIG.contract_hash(), lr=2e-4, skipped_in_row=1.0)
 
 
 def server_part(folder):
@@ -46,7 +39,7 @@ def test_a_resumed_learner_continues_bit_by_bit(
 ):
     straight = make_updater(make_model(tied=tied), model={"dtype": dtype})
     train(straight, make_groups, make_mini_batch, range(2))
-    folder = Checkpoints(tmp_path, 2, Tokenizer()).save(state_at(2), straight, server_part)
+    folder = Checkpoints(tmp_path, 2).save(state_at(2), domain_of(straight), server_part)
     train(straight, make_groups, make_mini_batch, range(2, 5))
 
     assert folder == tmp_path / "checkpoints" / "step_2"
@@ -65,7 +58,7 @@ def test_an_optimiser_that_has_not_stepped_is_saved_and_loaded_too(
     tmp_path, make_updater, make_groups, make_mini_batch
 ):
     fresh = make_updater()
-    folder = Checkpoints(tmp_path, 2, Tokenizer()).save(state_at(0), fresh, server_part)
+    folder = Checkpoints(tmp_path, 2).save(state_at(0), domain_of(fresh), server_part)
     resumed = make_updater()
     load_tensors(folder, resumed)
     for updater in (fresh, resumed):
@@ -74,26 +67,26 @@ def test_an_optimiser_that_has_not_stepped_is_saved_and_loaded_too(
 
 
 def test_only_the_newest_are_kept_and_the_newest_is_found(tmp_path, make_updater):
-    checkpoints, updater = Checkpoints(tmp_path, 2, Tokenizer()), make_updater()
+    checkpoints, updater = Checkpoints(tmp_path, 2), make_updater()
     for step in (2, 9, 10, 11):
-        checkpoints.save(state_at(step), updater, server_part)
+        checkpoints.save(state_at(step), domain_of(updater), server_part)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_10", "step_11"]
     assert RunFolder(tmp_path).latest_checkpoint() == tmp_path / "checkpoints" / "step_11"
 
 
 def test_saving_a_step_again_replaces_it(tmp_path, make_updater):
-    checkpoints, updater = Checkpoints(tmp_path, 2, Tokenizer()), make_updater()
-    checkpoints.save(state_at(4), updater, server_part)
+    checkpoints, updater = Checkpoints(tmp_path, 2), make_updater()
+    checkpoints.save(state_at(4), domain_of(updater), server_part)
     updater.flat.data.add_(1)
-    folder = checkpoints.save(state_at(4), updater, server_part)
+    folder = checkpoints.save(state_at(4), domain_of(updater), server_part)
     loaded = load_causal_lm(model_folder(folder), "float32", "cpu")
     assert torch.equal(loaded.lm_head.weight, updater.networks.policy.lm_head.weight)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_4"]
 
 
 def test_when_the_servers_part_fails_nothing_half_written_stays_and_the_old_one_does(tmp_path, make_updater):
-    checkpoints, updater = Checkpoints(tmp_path, 1, Tokenizer()), make_updater()
-    checkpoints.save(state_at(1), updater, server_part)
+    checkpoints, updater = Checkpoints(tmp_path, 1), make_updater()
+    checkpoints.save(state_at(1), domain_of(updater), server_part)
 
     def refuse(folder):
         raise CheckpointError("the server could not")
@@ -102,14 +95,14 @@ def test_when_the_servers_part_fails_nothing_half_written_stays_and_the_old_one_
         raise OSError(28, "No space left on device")
 
     with pytest.raises(CheckpointError, match="the server could not"):
-        checkpoints.save(state_at(2), updater, refuse)
+        checkpoints.save(state_at(2), domain_of(updater), refuse)
     with pytest.raises(CheckpointError, match=r"step 2 could not be written.*No space left"):
-        checkpoints.save(state_at(2), updater, full)
+        checkpoints.save(state_at(2), domain_of(updater), full)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_1"]
 
 
 def test_a_crash_in_the_middle_leaves_nothing_that_is_loaded_and_is_cleaned_up_by_the_next(tmp_path, make_updater):
-    checkpoints, updater = Checkpoints(tmp_path, 2, Tokenizer()), make_updater()
+    checkpoints, updater = Checkpoints(tmp_path, 2), make_updater()
 
     class Crash(BaseException):
         """As if the process ended here."""
@@ -118,10 +111,10 @@ def test_a_crash_in_the_middle_leaves_nothing_that_is_loaded_and_is_cleaned_up_b
         raise Crash
 
     with pytest.raises(Crash):
-        checkpoints.save(state_at(5), updater, crash)
+        checkpoints.save(state_at(5), domain_of(updater), crash)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [".step_5"]
     assert RunFolder(tmp_path).latest_checkpoint() is None
-    checkpoints.save(state_at(6), updater, server_part)
+    checkpoints.save(state_at(6), domain_of(updater), server_part)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_6"]
 
 
@@ -129,19 +122,20 @@ def test_a_crash_in_the_middle_leaves_nothing_that_is_loaded_and_is_cleaned_up_b
 def test_a_rate_that_is_changed_on_resume_counts_unless_the_schedule_moved_it(
     tmp_path, make_updater, schedule, expected
 ):
-    folder = Checkpoints(tmp_path, 2, Tokenizer()).save(state_at(3), make_updater(), server_part)
-    changed = parse_config({"learner": {"lr": 5e-5, "lr_schedule": schedule}})
-    assert read_state(folder, changed).lr == expected
+    folder = Checkpoints(tmp_path, 2).save(state_at(3), domain_of(make_updater()), server_part)
+    changed = make_updater(learner={"lr": 5e-5, "lr_schedule": schedule})
+    domain_of(changed).set_numbers(read_state(folder, CONFIG).numbers)
+    assert changed.lr == expected
 
 
 def test_an_unusable_folder_is_a_clear_error(tmp_path, make_updater):
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"step 3 could not be written to .*checkpoints/step_3"):
-        Checkpoints(tmp_path, 2, Tokenizer()).save(state_at(3), make_updater(), server_part)
+        Checkpoints(tmp_path, 2).save(state_at(3), domain_of(make_updater()), server_part)
 
 
 def test_a_checkpoint_of_another_run_or_a_damaged_one_is_refused(tmp_path, make_updater):
-    folder = Checkpoints(tmp_path, 2, Tokenizer()).save(state_at(3), make_updater(), server_part)
+    folder = Checkpoints(tmp_path, 2).save(state_at(3), domain_of(make_updater()), server_part)
     with pytest.raises(ConfigError, match="another model, task, sampling or seed"):
         read_state(folder, parse_config({"seed": 1}))
     os.truncate(folder / "optimizer.safetensors", 100)

@@ -6,20 +6,17 @@ import numpy as np
 import pytest
 import torch
 from oracle import Oracle
+from token_domains import counters, domain_of
 
 from async_rl.data import make_group, token_trajectory
 from async_rl.errors import ConfigError
 from async_rl.models import load_causal_lm
-from learner.checkpoint import Checkpoints, TrainerState, load_tensors, model_folder
+from learner.checkpoint import Checkpoints
 from learner.publisher import Publisher
 from learner.step import train_step
+from learner.token_domain import load_tensors, model_folder
 
 PPO = {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1", "value_clip": 0.05}
-
-
-class Tokenizer:
-    def save_pretrained(self, folder):
-        (folder / "tokenizer.json").write_text("{}")
 
 
 @pytest.mark.parametrize("trees", [True, False])
@@ -133,16 +130,14 @@ def test_a_resumed_learner_with_critic_and_adaptive_kl_continues_bit_by_bit(
 
     straight = build(make_model())
     train(straight, range(2))
-    state = TrainerState(
-        step=2, lr=1e-3, kl_coef=straight.kl_coef, trained_tokens=1.0, skipped_in_row=0, contract="any"
-    )
-    folder = Checkpoints(tmp_path, 2, Tokenizer()).save(state, straight, lambda _: None)
+    state = counters(2, kl_coef=straight.kl_coef)
+    folder = Checkpoints(tmp_path, 2).save(state, domain_of(straight), lambda _: None)
     train(straight, range(2, 5))
-    assert 0.1 != state.kl_coef != straight.kl_coef
+    assert 0.1 != state.numbers["kl_coef"] != straight.kl_coef
 
     resumed = build(load_causal_lm(model_folder(folder), "float32", "cpu"))
     load_tensors(folder, resumed)
-    resumed.kl_coef = state.kl_coef
+    domain_of(resumed).set_numbers(state.numbers)
     train(resumed, range(2, 5))
     assert torch.equal(resumed.flat.data, straight.flat.data)
     assert resumed.kl_coef == straight.kl_coef
@@ -150,15 +145,15 @@ def test_a_resumed_learner_with_critic_and_adaptive_kl_continues_bit_by_bit(
 
 
 def test_a_checkpoint_without_the_critic_is_refused(tmp_path, make_updater):
-    state = TrainerState(step=2, lr=1e-3, kl_coef=0.0, trained_tokens=1.0, skipped_in_row=0, contract="any")
-    folder = Checkpoints(tmp_path, 2, Tokenizer()).save(state, make_updater(), lambda _: None)
+    state = counters(2)
+    folder = Checkpoints(tmp_path, 2).save(state, domain_of(make_updater()), lambda _: None)
     with pytest.raises(ConfigError, match=r"critic\.safetensors does not fit the critic"):
         load_tensors(folder, make_updater(algorithm={"name": "ppo"}))
 
 
 def test_a_checkpoint_with_a_critic_does_not_resume_without_one(tmp_path, make_updater):
-    state = TrainerState(step=2, lr=1e-3, kl_coef=0.0, trained_tokens=1.0, skipped_in_row=0, contract="any")
-    folder = Checkpoints(tmp_path, 2, Tokenizer()).save(state, make_updater(algorithm={"name": "ppo"}), lambda _: None)
+    state = counters(2)
+    folder = Checkpoints(tmp_path, 2).save(state, domain_of(make_updater(algorithm={"name": "ppo"})), lambda _: None)
     with pytest.raises(ConfigError, match=r"of a run with another algorithm\.advantage or algorithm\.critic"):
         load_tensors(folder, make_updater())
 

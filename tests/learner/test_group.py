@@ -24,6 +24,11 @@ def test_without_torchrun_the_error_says_how_to_start():
         read_placement({}, 4, "cpu")
 
 
+def test_one_rank_alone_needs_no_torchrun():
+    placement = read_placement({}, 1, "cpu")
+    assert (placement.rank, placement.world, placement.device) == (0, 1, torch.device("cpu"))
+
+
 def test_another_number_of_ranks_than_configured_is_refused():
     with pytest.raises(ConfigError, match=r"started 2 ranks but learner\.ranks = 3"):
         read_placement(environment(), 3, "cpu")

@@ -8,10 +8,11 @@ import sys
 
 import pytest
 import torch
+from token_domains import counters, domain_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
-from async_rl.config import parse_config
-from learner.checkpoint import Checkpoints, TrainerState, model_folder
+from learner.checkpoint import Checkpoints
+from learner.token_domain import model_folder
 from learner.warmup.main import build_model, build_tokenizer
 
 PROMPT, NEW = "What is 12+7?", 12
@@ -42,10 +43,8 @@ def saved(tmp_path, make_updater, tied):
     updater = make_updater(model.eval())
     with torch.no_grad():
         updater.flat.data.mul_(2.5).add_(torch.randn_like(updater.flat.data), alpha=0.02)
-    state = TrainerState(
-        step=7, lr=1e-4, kl_coef=0.0, trained_tokens=0.0, skipped_in_row=0, contract=parse_config({}).contract_hash()
-    )
-    folder = Checkpoints(tmp_path, 1, build_tokenizer()).save(state, updater, lambda folder: None)
+    domain = domain_of(updater, build_tokenizer())
+    folder = Checkpoints(tmp_path, 1).save(counters(7), domain, lambda folder: None)
     return model_folder(folder), model
 
 

@@ -2,16 +2,11 @@
 
 import pytest
 import torch
+from token_domains import counters, domain_of
 
-from learner.checkpoint import Checkpoints, TrainerState
+from learner.checkpoint import Checkpoints
 from learner.parking import Parkable
 from learner.step import train_step
-
-
-class Tokenizer:
-    def save_pretrained(self, folder):
-        (folder / "tokenizer.json").write_text("{}")
-
 
 PPO = {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "critic": "model"}
 
@@ -79,11 +74,11 @@ def test_a_checkpoint_that_is_written_meanwhile_is_the_same(
 ):
     updater = make_updater(make_model(tied=tied), reference_model=make_model(seed=7), algorithm=PPO)
     train_step(updater._config, updater, [make_mini_batch(make_groups(3))], 0)
-    state = TrainerState(step=1, lr=1e-3, kl_coef=0.1, trained_tokens=1.0, skipped_in_row=0, contract="any")
-    Checkpoints(tmp_path / "here", 1, Tokenizer()).save(state, updater, lambda _: None)
+    state = counters(1)
+    Checkpoints(tmp_path / "here", 1).save(state, domain_of(updater), lambda _: None)
     for part in updater._parts:
         part.offload()
-    Checkpoints(tmp_path / "away", 1, Tokenizer()).save(state, updater, lambda _: None)
+    Checkpoints(tmp_path / "away", 1).save(state, domain_of(updater), lambda _: None)
     files = [p.relative_to(tmp_path / "here") for p in (tmp_path / "here").rglob("*") if p.is_file()]
     assert {"model.safetensors", "critic.safetensors", "optimizer.safetensors"} <= {p.name for p in files}
     for file in files:

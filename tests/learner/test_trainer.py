@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from token_domains import Tokenizer
 
 from async_rl.buffer.sharding import split
 from async_rl.client import Stopped
@@ -17,11 +18,13 @@ from async_rl.timer import StateTimer
 from async_rl.weights.manifest import Manifest
 from async_rl.weights.segment import unlink_run
 from async_rl.wire import encode_groups, unpack_header
-from learner.checkpoint import load_tensors, model_folder, read_state
+from learner.checkpoint import fresh_state, read_state
 from learner.group import LearnerGroup, Placement
 from learner.leader import Leader
-from learner.main import fresh_state, train, warn
+from learner.mismatch import MismatchCheck
 from learner.networks import Networks
+from learner.rank import train
+from learner.token_domain import TokenDomain, model_folder, warn
 from learner.trainer import Trainer
 from learner.updater import Updater
 
@@ -33,11 +36,6 @@ SECTIONS = {
     "checkpoint": {"every": 2, "keep": 5},
     "log": {"wandb": False, "tensorboard": False},
 }
-
-
-class Tokenizer:
-    def save_pretrained(self, folder):
-        (folder / "tokenizer.json").write_text("{}")
 
 
 class ScriptedServer:
@@ -96,21 +94,22 @@ def run_id():
 
 
 def start(tmp_path, server, model, run_id, resume=None, terminated=lambda: False, **changes):
-    """Build a trainer with its leader as ``learner.main`` does."""
+    """Build a trainer with its leader as ``learner.rank`` does."""
     config = parse_config({**SECTIONS, **changes})
     timer, group = StateTimer(), LearnerGroup(Placement(0, 1, torch.device("cpu")), 60)
     state = read_state(resume, config) if resume else fresh_state(config)
     updater = Updater(config, Networks(model, temperature=config.sampling.temperature), group, timer)
+    check = MismatchCheck(config, updater.networks, group.device, warns=True)
+    domain = TokenDomain(config, updater, Tokenizer(), check)
     if resume:
-        load_tensors(resume, updater)
-    updater.lr, updater.kl_coef = state.lr, state.kl_coef
+        domain.load(resume)
+        domain.set_numbers(state.numbers)
     leader = Leader(
         config=config,
         out=tmp_path,
         client=server,
         run_id=run_id,
-        updater=updater,
-        tokenizer=Tokenizer(),
+        domain=domain,
         timer=timer,
         start=state.step,
     )
@@ -118,7 +117,7 @@ def start(tmp_path, server, model, run_id, resume=None, terminated=lambda: False
         config=config,
         group=group,
         client=server,
-        updater=updater,
+        domain=domain,
         leader=leader,
         timer=timer,
         state=state,
@@ -154,13 +153,13 @@ def honest_groups(model, version, seed=0):
 def test_all_steps_are_trained_published_logged_and_checkpointed(tmp_path, model, run_id):
     server = ScriptedServer(lambda step: honest_groups(model, step, seed=step))
     trainer, leader = start(tmp_path, server, model, run_id)
-    before = trainer._updater.flat.checksum()
+    before = trainer._domain.updater.flat.checksum()
     assert train(trainer, leader)
     leader.close()
 
     assert server.versions == [(-1, 0), (0, 1), (1, 2), (2, 3), (3, 4)]
     assert server.sent == [("done", {"stopped": False})]
-    assert trainer._updater.flat.checksum() != before
+    assert trainer._domain.updater.flat.checksum() != before
     rows = RunFolder(tmp_path).metrics
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [row["version"] for row in rows] == [1, 2, 3, 4]
@@ -193,7 +192,7 @@ def test_a_resumed_run_ends_with_the_same_parameters(tmp_path, make_model, run_i
     assert train(resumed, leader)
     leader.close()
     assert server.versions == [(-1, 2), (2, 3), (3, 4)]
-    assert torch.equal(resumed._updater.flat.data, straight._updater.flat.data)
+    assert torch.equal(resumed._domain.flat.data, straight._domain.flat.data)
     assert resumed.state == straight.state
     assert [row["step"] for row in RunFolder(tmp_path).metrics] == [0, 1, 2, 3]
 
@@ -282,8 +281,8 @@ def test_colocated_the_memory_is_given_back_before_each_version_is_announced(tmp
     colocated = {"actors": {"placement": "colocated"}, "buffer": {"groups_per_step": 4, "max_staleness": 0}}
     trainer, leader = start(tmp_path, server, model, run_id, **colocated, steps=2, checkpoint={"every": 1})
     events = []
-    monkeypatch.setattr(trainer._updater, "offload", lambda: events.append("offload"))
-    monkeypatch.setattr(trainer._updater, "restore", lambda: events.append("restore"))
+    monkeypatch.setattr(trainer._domain.updater, "offload", lambda: events.append("offload"))
+    monkeypatch.setattr(trainer._domain.updater, "restore", lambda: events.append("restore"))
     for name in ("trained", "next", "snapshot"):
         answer = getattr(server, name)
         monkeypatch.setattr(server, name, lambda n=name, a=answer, **fields: (events.append(n), a(**fields))[1])
@@ -323,7 +322,7 @@ def test_epochs_and_mini_batches_make_several_updates_and_count_tokens_once(tmp_
     (row,) = RunFolder(tmp_path).metrics
     assert row["tokens/trained"] == 48
     assert row["length/mean"] == 3
-    assert float(trainer._updater.optimizer.state()["step"]) == 6
+    assert float(trainer._domain.updater.optimizer.state()["step"]) == 6
     assert row["kl/behaviour"] > 0  # the later updates are off policy
 
 

@@ -1,0 +1,119 @@
+"""Weight versions from announcement to proof: fetched by the receiver, committed between two steps, reported as live.
+
+version ─► announce ─► receiver (its thread) ─► commit ─► engine.load_weights ─► live(version, checksum)
+              ▲                                                   │ refused
+              └──────────────────── the newest once more ◄────────┘
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Protocol
+
+from actors.receiver import Prepared, Receiver
+from async_rl.client import Client
+from async_rl.errors import WeightsError
+from async_rl.timer import StateTimer
+from async_rl.weights.manifest import Manifest
+
+MAX_COMMIT_FAILURES = 5
+"""So many weight versions in a row whose read-back failed mean that the engine cannot hold them."""
+
+
+class Holder(Protocol):
+    """What holds weights: an engine, or a policy. See :class:`actors.engines.base.Engine`."""
+
+    @property
+    def version(self) -> int:
+        """Version that it holds; -1 before the first."""
+
+    @property
+    def proven(self) -> bool:
+        """Whether it may sample."""
+
+    @property
+    def last_pause_s(self) -> float:
+        """Seconds for which the last swap stopped it."""
+
+    def load_weights(self, manifest: Manifest, data: memoryview) -> str:
+        """Swap in a version; the checksum of what is held then.
+
+        Raises:
+            WeightsError: it does not fit, or the read-back does not match.
+        """
+
+
+class WeightSwap:
+    """Keeps a holder at the newest version.
+
+    Args:
+        counts: ``weights_refused`` is counted there.
+        name: of the process, for what it prints.
+    """
+
+    def __init__(
+        self, holder: Holder, receiver: Receiver, client: Client, timer: StateTimer, counts: Counter[str], name: str
+    ) -> None:
+        self._holder, self._receiver, self._client, self._timer = holder, receiver, client, timer
+        self._counts, self._name = counts, name
+        self._newest: Manifest | None = None
+        self._failures = 0
+
+    @property
+    def behind(self) -> bool:
+        """Whether it waits for weights: nothing is proven, or a newer version was announced than it holds."""
+        return not self._holder.proven or (self._newest is not None and self._newest.version > self._holder.version)
+
+    def announce(self, manifest: Manifest) -> None:
+        """A version was published."""
+        self._newest = manifest
+        self._receiver.fetch(manifest)
+
+    def commit(self) -> None:
+        """Swap in the prepared version, if there is one. Until the read-back is proven, nothing may be sampled.
+
+        Raises:
+            WeightsError: the holder cannot hold what is published, again and again.
+        """
+        prepared = self._receiver.ready()
+        if prepared is None:
+            return
+        began = time.monotonic()
+        with self._timer.during("committing"):
+            try:
+                checksum = self._holder.load_weights(prepared.manifest, prepared.data)
+            except WeightsError as error:
+                self._refuse(prepared, error)
+                return
+        self._failures = 0
+        self._client.send(
+            "live",
+            version=prepared.manifest.version,
+            checksum=checksum,
+            transfer_s=prepared.transfer_s,
+            commit_s=time.monotonic() - began,
+            pause_s=self._holder.last_pause_s,
+        )
+
+    def _refuse(self, prepared: Prepared, error: WeightsError) -> None:
+        """The holder did not take what was published (a slot overwritten meanwhile, or a fault): fetch the newest.
+
+        It goes on with the version before only if it still holds that one, proven.
+        """
+        self._counts["weights_refused"] += 1
+        self._failures += _is_intact(prepared)  # a learner that is faster than our copies is no fault
+        print(f"{self._name}: {error}", flush=True)
+        if self._failures >= MAX_COMMIT_FAILURES:
+            raise WeightsError(f"{self._failures} versions in a row could not be committed; the last: {error}")
+        if self._newest is not None:
+            self._receiver.fetch(self._newest)
+
+
+def _is_intact(prepared: Prepared) -> bool:
+    """Whether the prepared bytes are still those that were published."""
+    try:
+        prepared.manifest.verify(prepared.data)
+    except WeightsError:
+        return False
+    return True

@@ -1,0 +1,139 @@
+"""One rank of the learner group, whatever it trains; ``learner.main`` and ``learner.control.main`` are its processes.
+
+join the group ─► hello ─► domain (from the checkpoint) ─► broadcast ─► publish the start version
+  ─► train until done or stopped ─► checkpoint ─► done ─► the server's stop ─► close
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from async_rl.client import Client, Stopped
+from async_rl.config import RunConfig
+from async_rl.errors import AsyncRLError
+from async_rl.process import die_with_parent
+from async_rl.timer import StateTimer
+from learner.checkpoint import fresh_state, read_state
+from learner.domain import Domain
+from learner.group import LearnerGroup
+from learner.leader import Leader
+from learner.trainer import Trainer
+
+CONNECT_TIMEOUT_S = 60.0
+
+C = TypeVar("C", bound=RunConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """Where this process stands; what a domain is built with."""
+
+    group: LearnerGroup
+    timer: StateTimer
+    out: Path
+    """Run folder."""
+    resume: Path | None
+    """Checkpoint folder to continue from."""
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is rank 0, which publishes, logs and warns."""
+        return self.group.rank == 0
+
+
+def main(read: Callable[[str], C], build: Callable[[C, Rank], Domain]) -> None:
+    """Parse the command line and run this rank.
+
+    Args:
+        read: the configuration of a file.
+        build: the domain, with the parameters of a fresh run; :meth:`learner.domain.Domain.load` follows on a resume.
+    """
+    parser = argparse.ArgumentParser(description="one rank of the learner group; start it with torchrun")
+    parser.add_argument("config")
+    parser.add_argument("--out", type=Path, required=True, help="run folder")
+    parser.add_argument("--connect", required=True, help="address of the buffer server, tcp://HOST:PORT")
+    parser.add_argument("--resume", type=Path, help="checkpoint folder to continue from")
+    args = parser.parse_args()
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into an orderly stop
+    terminations: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: terminations.append(number))
+    config = read(args.config)
+    group = LearnerGroup.start(config.learner.ranks, config.device, config.learner.timeout_s)
+    rank = Rank(group=group, timer=StateTimer(), out=args.out, resume=args.resume)
+    name = f"learner{group.rank}"
+    with Client(args.connect, "learner", name, config.contract_hash(), group.rank, group.world) as client:
+        client.beat_info = lambda: {"timer": rank.timer.drain()}
+        try:
+            welcome = client.connect(CONNECT_TIMEOUT_S)
+            run(config, rank, build, client, welcome, lambda: bool(terminations))
+        except Stopped as stop:
+            raise AsyncRLError(f"{name}: the run ended: {stop.reason}") from None
+        except Exception as error:
+            client.send("fatal", reason=f"{name}: {error or type(error).__name__}")
+            raise
+
+
+def run(
+    config: C,
+    rank: Rank,
+    build: Callable[[C, Rank], Domain],
+    client: Client,
+    welcome: dict[str, Any],
+    terminated: Callable[[], bool],
+) -> None:
+    """Build the parts of this rank, train, and end in order."""
+    group, timer = rank.group, rank.timer
+    state = read_state(rank.resume, config) if rank.resume else fresh_state(config)
+    if welcome["next_step"] != state.step:
+        raise AsyncRLError(
+            f"the server continues with step {welcome['next_step']}, this learner with step {state.step}: start both "
+            "with the same --resume"
+        )
+    domain = build(config, rank)
+    if rank.resume:
+        domain.load(rank.resume)
+        domain.set_numbers({name: group.broadcast_number(n) for name, n in sorted(state.numbers.items())})
+    group.broadcast_flat(domain.flat)
+    leader = None
+    if rank.is_leader:
+        leader = Leader(
+            config=config,
+            out=rank.out,
+            client=client,
+            run_id=welcome["run_id"],
+            domain=domain,
+            timer=timer,
+            start=state.step,
+        )
+    trainer = Trainer(
+        config=config,
+        group=group,
+        client=client,
+        domain=domain,
+        leader=leader,
+        timer=timer,
+        state=state,
+        terminated=terminated,
+    )
+    try:
+        completed = train(trainer, leader)
+    finally:
+        if leader:
+            leader.close()
+    group.close()
+    print(f"learner{group.rank}: {'completed' if completed else 'stopped'} at step {trainer.state.step}", flush=True)
+
+
+def train(trainer: Trainer, leader: Leader | None) -> bool:
+    """Train, write the last checkpoint, say goodbye; True when all steps were made."""
+    completed = trainer.run()
+    if leader:
+        leader.checkpoint(trainer.state, final=True)
+        leader.finish(trainer.state, stopped=not completed)
+    return completed
