@@ -225,8 +225,7 @@ class _Words(nn.Module):
     def __init__(self, shape: tuple[int, ...], width: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.position = nn.Parameter(torch.empty(shape[0], width))
-        nn.init.normal_(self.position, std=0.02)
+        self.position = nn.Parameter(torch.randn(shape[0], width))
 
     def check(self, name: str, tokens: torch.Tensor) -> None:
         """Refuse a group's tokens, int32 [B, L], that have no embedding."""

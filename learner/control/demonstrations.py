@@ -33,16 +33,13 @@ Demonstrate = Callable[..., Mapping[str, npt.NDArray[Any]]]
 [count, A], of the spaces' dtypes."""
 
 
-def imitate(actor: Actor, config: ControlConfig, spaces: Spaces) -> float:
+def imitate(actor: Actor, config: ControlConfig, spaces: Spaces) -> None:
     """Train a policy to do what was demonstrated, with an optimiser of its own.
 
     Args:
         actor: as it was initialised; not recurrent.
         config: ``episodes.demonstrations`` says whose, ``episodes.demonstration_updates`` how long.
         spaces: of the environment.
-
-    Returns:
-        The last update's mean negative log-likelihood of an action.
 
     Raises:
         ConfigError: the function cannot be imported, or gives something else than asked for.
@@ -56,7 +53,6 @@ def imitate(actor: Actor, config: ControlConfig, spaces: Spaces) -> float:
     actions = tensors["actions"] if spaces.action.kind == "continuous" else tensors["actions"].long()
     optimizer = torch.optim.AdamW(actor.parameters(), lr=_LR, weight_decay=0.0)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(config.seed)).to(device)
-    loss = torch.zeros(())
     for rows in order.split(BATCH):
         logprobs, _ = judge(actor, rows_of(x, rows), actions[rows])
         loss = -logprobs.sum(-1).mean()
@@ -65,7 +61,6 @@ def imitate(actor: Actor, config: ControlConfig, spaces: Spaces) -> float:
         torch.nn.utils.clip_grad_norm_(actor.parameters(), _MAX_NORM)
         optimizer.step()
     optimizer.zero_grad()
-    return float(loss)
 
 
 def _demonstrate(config: ControlConfig, spaces: Spaces, count: int) -> dict[str, npt.NDArray[Any]]:

@@ -32,7 +32,6 @@ from async_rl.data import Group
 from async_rl.errors import ConfigError
 from async_rl.metrics import Metrics
 from learner.control.agreement import Agreement, difference_sums
-from learner.control.episode_stats import EpisodeStats, episode_sums
 from learner.control.method import Batch, Sums, Totals
 from learner.control.parts import inputs_of
 from learner.control.rollout import Rollout, stack_fragments
@@ -85,7 +84,6 @@ class Distillation:
         self._teacher = load_teacher(config, spaces).to(group.device)
         self._teacher_groups = config.groups_of("teacher")
         self._agreement = Agreement(warns=group.rank == 0)
-        self._episodes = EpisodeStats()
         self.modules: Mapping[str, nn.Module] = {"policy": self._student, "teacher": self._teacher}
         self.published = ("policy",)
         self.sums = {"imitation": 1, "difference": 1, "samples": 1}
@@ -115,7 +113,6 @@ class Distillation:
         parts = {
             "counts": sizes(shares),
             "difference": difference_sums(rollout, logprobs, step),
-            "episodes": episode_sums(groups),
             "steps": step_sums(rollout, student, step),
         }
         if isinstance(self._student.normalizer, Normalizer):
@@ -131,7 +128,6 @@ class Distillation:
             * self._algorithm.epochs,
             amount=sum(counts),
             facts=self._agreement.judge(totals["difference"], step)
-            | self._episodes.take(totals["episodes"])
             | acting_facts(totals["steps"], has_noise=student.noise() is not None),
         )
 

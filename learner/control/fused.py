@@ -1,4 +1,4 @@
-"""An MLP whose forward and backward pass a block of rows through all layers: on a CPU, small networks are bound by memory.
+"""An MLP that passes a block of rows through all layers, forward and back: on a CPU, memory bounds small networks.
 
 x [m, D], a block at a time ─► linear, activation, ... ─► out [m, O]        gradients of a block: backwards, added up
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from async_rl.control.networks import Actor, Critic
 
@@ -30,17 +31,14 @@ class _Activation:
     """(gradient of f, f) to the gradient of h, in place of the first."""
 
 
-def _elu(alpha: float, scale: float) -> _Activation:
-    return _Activation(
-        lambda h: torch.ops.aten.elu_(h, alpha, scale, 1.0),
-        lambda g, f: torch.ops.aten.elu_backward.grad_input(g, alpha, scale, 1.0, True, f, grad_input=g),
-    )
+def _elu_chain(alpha: float, scale: float) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+    return lambda g, f: torch.ops.aten.elu_backward.grad_input(g, alpha, scale, 1.0, True, f, grad_input=g)
 
 
 _SELU = 1.6732632423543772, 1.0507009873554805  # alpha and scale of Klambauer et al. 2017
 _ACTIVATIONS: dict[type[nn.Module], _Activation] = {
-    nn.ELU: _elu(1.0, 1.0),
-    nn.SELU: _elu(*_SELU),
+    nn.ELU: _Activation(lambda h: functional.elu(h, inplace=True), _elu_chain(1.0, 1.0)),
+    nn.SELU: _Activation(lambda h: functional.selu(h, inplace=True), _elu_chain(*_SELU)),
     nn.ReLU: _Activation(
         lambda h: h.clamp_min_(0.0),
         lambda g, f: torch.ops.aten.threshold_backward.grad_input(g, f, 0.0, grad_input=g),
@@ -100,6 +98,7 @@ class FusedMlp:
         """Zero gradients of all layers."""
         return [LinearGradient(linear.weight) for linear in self.linears]
 
+    @torch.no_grad()
     def forward(self, x: torch.Tensor, hidden: Sequence[torch.Tensor], out: torch.Tensor) -> list[torch.Tensor]:
         """Fill ``hidden`` and ``out`` for a block x [b, D]; returns the inputs of all layers, for :meth:`backward`."""
         inputs = [x]
@@ -110,6 +109,7 @@ class FusedMlp:
             inputs.append(h)
         return inputs[:-1]
 
+    @torch.no_grad()
     def backward(self, g: torch.Tensor, inputs: Sequence[torch.Tensor], gradients: Sequence[LinearGradient]) -> None:
         """Add a block's gradients, given g [b, O] of its outputs and what :meth:`forward` returned."""
         for layer in range(len(inputs) - 1, -1, -1):
@@ -133,7 +133,7 @@ class LinearGradient:
 
     @property
     def weight(self) -> torch.Tensor:
-        """[O, I]"""
+        """Of the weight, [O, I]."""
         return self._sum.t() if self._turned else self._sum
 
     def add(self, g: torch.Tensor, h: torch.Tensor) -> None:

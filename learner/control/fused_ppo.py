@@ -10,6 +10,7 @@ modules with autograd, up to rounding.
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -71,13 +72,13 @@ class FusedPpo:
         share, entropy = 1 / part.count, -algorithm.entropy_coef / part.count
         head = CategoricalGradient(self._actor.action.choices) if std is None else GaussianGradient(std)
         gradients = self.actor.new_gradients()
-        for start in range(0, len(out), BLOCK):
-            rows = slice(start, start + BLOCK)
-            actions = samples.actions[rows]
-            inputs = self.actor.forward(part.actor_x[rows], self._hidden[0], out[rows])
-            log_ratios = head.log_prob(out[rows], actions).sub_(samples.old_logprobs[rows])
-            weights = None if samples.weights is None else samples.weights[rows]
-            g = surrogate_gradient(log_ratios, samples.advantages[rows], algorithm.clip, weights).mul_(share)
+        per_sample = (samples.actions, samples.old_logprobs, samples.advantages)
+        blocks = zip(*(array.split(BLOCK) for array in (part.actor_x, out, *per_sample)), strict=True)
+        all_weights = repeat(None) if samples.weights is None else samples.weights.split(BLOCK)
+        for (x, outs, actions, old_logprobs, advantages), weights in zip(blocks, all_weights, strict=False):
+            inputs = self.actor.forward(x, self._hidden[0], outs)
+            log_ratios = head.log_prob(outs, actions).sub_(old_logprobs)
+            g = surrogate_gradient(log_ratios, advantages, algorithm.clip, weights).mul_(share)
             self.actor.backward(head.backward(actions, g, entropy), inputs, gradients)
         of_std = head.std(len(out), entropy) if isinstance(head, GaussianGradient) else None
         return of_std, [tensor for layer in gradients for tensor in (layer.weight, layer.bias)]
@@ -87,11 +88,10 @@ class FusedPpo:
         samples, clip = part.samples, self.algorithm.value_clip
         share = self.algorithm.value_coef / part.count
         gradients = self.critic.new_gradients()
-        for start in range(0, len(values), BLOCK):
-            rows = slice(start, start + BLOCK)
-            inputs = self.critic.forward(part.critic_x[rows], self._hidden[1], values[rows])
-            found = values[rows].squeeze(-1)
-            g = value_gradient(found, samples.values[rows], samples.returns[rows], clip).mul_(share)
+        arrays = (part.critic_x, values, samples.values, samples.returns)
+        for x, outs, old_values, returns in zip(*(array.split(BLOCK) for array in arrays), strict=True):
+            inputs = self.critic.forward(x, self._hidden[1], outs)
+            g = value_gradient(outs.squeeze(-1), old_values, returns, clip).mul_(share)
             self.critic.backward(g.unsqueeze(-1), inputs, gradients)
         return [tensor for layer in gradients for tensor in (layer.weight, layer.bias)]
 

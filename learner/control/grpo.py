@@ -30,7 +30,6 @@ from learner.algorithms.kl import kl_estimate
 from learner.algorithms.ppo import ppo_loss
 from learner.control.agreement import Agreement
 from learner.control.demonstrations import imitate
-from learner.control.episode_stats import EpisodeStats, episode_sums
 from learner.control.judging import Inputs, judge, judge_all, rows_of
 from learner.control.method import Batch, Sums, Totals
 from learner.control.splits import sizes, split_samples, step_generator
@@ -93,7 +92,6 @@ class Grpo:
         if config.episodes.demonstrations:
             imitate(self._actor, config, spaces)
         self._agreement = Agreement(warns=group.rank == 0)
-        self._episodes = EpisodeStats()
         self.modules: Mapping[str, nn.Module] = {"policy": self._actor}
         self.published = ("policy",)
         self.sums = dict.fromkeys(("kl", "samples", "policy", "entropy", "clipped"), 1)
@@ -123,7 +121,6 @@ class Grpo:
             {
                 "counts": sizes(shares),
                 "difference": _differences(samples, step),
-                "episodes": episode_sums(groups),
                 "rewards": _reward_sums(groups),
                 "ages": (step - samples.versions).sum(),
                 "moments": normalizer.moments(samples.x) if normalizer is not None else torch.zeros(0),
@@ -139,7 +136,6 @@ class Grpo:
             updates=parts * self._algorithm.epochs,
             amount=amount,
             facts=self._agreement.judge(totals["difference"], step)
-            | self._episodes.take(totals["episodes"])
             | _reward_facts(totals["rewards"])
             | {"age/mean": float(totals["ages"]) / max(1.0, amount * samples.actions.shape[1])},
         )

@@ -1,4 +1,4 @@
-"""Gradients of PPO's losses with respect to what the networks put out, by hand: a few vector operations per block. Pure.
+"""Gradients of PPO's losses with respect to what the networks put out, by hand: a few operations per block.
 
 head's outputs [b, O] ─► log π ─► surrogate ─► its gradient ─► gradient of the outputs [b, O]
 values [b] ─► clipped loss ─► gradient [b]
@@ -9,9 +9,11 @@ entropy; a test compares them with autograd.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 
 import torch
+
+from async_rl.control.distributions import log_softmax
 
 
 def surrogate_gradient(
@@ -46,7 +48,7 @@ class GaussianGradient:
 
     def __init__(self, std: torch.Tensor) -> None:
         self._inverse = 1 / std
-        self._constant = std.log().sum() + 0.5 * len(std) * torch.log(std.new_tensor(2 * torch.pi))
+        self._constant = std.log().sum() + 0.5 * len(std) * math.log(2 * math.pi)
         self._squares = torch.zeros_like(std)
         self._total = std.new_zeros(())
         self._z = std
@@ -77,13 +79,13 @@ class CategoricalGradient:
         choices: of each part of an action.
     """
 
-    def __init__(self, choices: Sequence[int]) -> None:
-        self._choices = list(choices)
+    def __init__(self, choices: tuple[int, ...]) -> None:
+        self._choices = choices
         self._log_probs: list[torch.Tensor] = []
 
     def log_prob(self, out: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """Log probability [b] of actions int64 [b, A], logits ``out`` [b, sum(choices)]."""
-        self._log_probs = [part.log_softmax(-1) for part in out.split(self._choices, -1)]
+        self._log_probs = [log_softmax(part) for part in out.split(self._choices, -1)]
         chosen = [part.gather(-1, actions[:, i : i + 1]) for i, part in enumerate(self._log_probs)]
         return chosen[0].squeeze(-1) if len(chosen) == 1 else torch.cat(chosen, -1).sum(-1)
 

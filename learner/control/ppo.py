@@ -21,7 +21,6 @@ from async_rl.control.spaces import Spaces
 from async_rl.data import Group
 from async_rl.metrics import Metrics
 from learner.control.agreement import Agreement, difference_sums
-from learner.control.episode_stats import EpisodeStats, episode_sums
 from learner.control.evaluate import Evaluated, Evaluator, observations_of
 from learner.control.extension import Extension
 from learner.control.losses import surrogate_sum, value_sum
@@ -71,7 +70,6 @@ class Ppo:
         augments = self._symmetry is not None and self._symmetry.augments
         self._evaluator = Evaluator(self._actor, self._critic, self._symmetry if augments else None, self._algorithm)
         self._agreement = Agreement(warns=group.rank == 0)
-        self._episodes = EpisodeStats()
         self.modules: Mapping[str, nn.Module] = {"policy": self._actor, "critic": self._critic}
         self.sums = dict.fromkeys(("kl", "samples", "policy", "value", "entropy", "mirror", "clipped"), 1)
         for extension in self._extensions:
@@ -111,7 +109,6 @@ class Ppo:
                 "advantages": moments(advantages, rollout.acted),
                 "fit": fit(start.values, returns, rollout.acted),
                 "difference": difference_sums(rollout, start.logprobs, step),
-                "episodes": episode_sums(groups),
                 "steps": step_sums(rollout, start.distribution, step),
                 **{f"{role} moments": sums for role, sums in self._observation_moments(rollout).items()},
             },
@@ -127,7 +124,6 @@ class Ppo:
             * self._algorithm.epochs,
             amount=amount,
             facts=self._agreement.judge(totals["difference"], step)
-            | self._episodes.take(totals["episodes"])
             | step_facts(totals, has_noise=start.distribution.noise() is not None),
         )
 
@@ -136,7 +132,7 @@ class Ppo:
         rollout, evaluated = batch.data.rollout, self._evaluator(batch.data.rollout, part)
         with torch.set_grad_enabled(evaluated.loss is None):
             loss, sums = self._losses(part, evaluated)
-        loss = loss if evaluated.loss is None else evaluated.loss
+        loss = loss if evaluated.loss is None else loss + evaluated.loss
         if self._symmetry is not None and self._symmetry.mirror_coef > 0:
             mirror = self._symmetry.mirror_loss(self._actor, observations_of(rollout, part.share), part.count)
             loss = loss + self._symmetry.mirror_coef * mirror

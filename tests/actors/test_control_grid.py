@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from actors.control.environments.factory import make_environment
-from actors.control.worlds.grid import CLOSE, COLOURS, OPEN, STAY, WORDS, PickAndPlace, reward
+from actors.control.worlds.grid import CLOSE, COLOURS, OPEN, STAY, WORDS, PickAndPlace, demonstrations, reward
 from async_rl.config import parse_control
 from async_rl.control.spaces import Observation
 
@@ -191,6 +191,22 @@ def test_hovering_over_the_block_before_the_first_step_is_worth_nothing():
     seen = env._observe()["state"][0]
     outcome = play(env, (0, 0, STAY))[0]
     assert reward({"rewards": np.zeros(1), "obs/state": seen[None], "final_obs/state": outcome[0]["state"][0]}) == 0
+
+
+def test_demonstrations_are_what_a_perfect_arm_does_in_many_situations():
+    shown = demonstrations(1500, 3, size=5)
+    state, acts = shown["obs/state"], shown["actions"]
+    assert shown["obs/image"].shape == (1500, 20, 20, 3)
+    assert (acts.dtype, acts.shape) == (np.int32, (1500, 3))
+    holds = state[:, 6] > 0
+    assert (acts[holds] == np.column_stack([state[holds][:, 4:6], np.full(holds.sum(), OPEN)])).all()
+    closes = acts[:, 2] == CLOSE
+    assert (acts[closes, :2] == state[closes, 2:4]).all()
+    slipped = ~holds & ~closes  # it holds another block after a slip, and lets it go
+    assert 0 < slipped.mean() < 0.1
+    assert 0.2 < holds.mean() < 0.8
+    assert all((a == b).all() for a, b in zip(shown.values(), demonstrations(1500, 3, size=5).values(), strict=True))
+    assert (shown["obs/state"] != demonstrations(1500, 4, size=5)["obs/state"]).any()
 
 
 def test_the_run_makes_it_from_its_id_with_its_groups():

@@ -181,3 +181,9 @@ def test_the_configuration_gives_width_layers_and_groups():
 def test_what_does_not_fit_is_refused_with_what_to_do(arguments, message):
     with pytest.raises(ConfigError, match=message):
         build(**arguments)
+
+
+def test_a_normaliser_that_a_transformer_does_not_have_is_refused():
+    settings = {"domain": "control", "algorithm": {"name": "grpo"}}
+    with pytest.raises(ConfigError, match=r"policy\.normalize = True has no effect"):
+        parse_control(settings | {"policy": {"network": "transformer", "hidden": [32], "normalize": True}})

@@ -13,7 +13,6 @@ from torch import nn
 
 from async_rl.control.networks import make_activation
 from async_rl.errors import AsyncRLError
-from learner.control.episode_stats import EpisodeStats
 from learner.control.fused import BLOCK, FusedMlp
 from learner.control.losses import surrogate_sum, value_sum
 from learner.control.rollout import stack_fragments
@@ -279,13 +278,3 @@ def test_normalisers_take_in_what_acted_after_the_updates():
         assert torch.allclose(normalizer.var, seen.var(0, correction=0), atol=1e-4)
         assert normalizer.count == len(seen)
         assert normalizer.mean.shape == (SIZE,)
-
-
-def test_episodes_are_averaged_over_the_latest_hundred():
-    stats = EpisodeStats()
-    assert stats.take(torch.tensor([0.0, 0.0, 0.0]))["episode/return"] is None
-    assert stats.take(torch.tensor([60.0, 60.0, 600.0]))["episode/return"] == 1.0
-    assert stats.take(torch.tensor([60.0, 180.0, 600.0]))["episode/return"] == 2.0
-    # the first sixty are more than a hundred back
-    found = stats.take(torch.tensor([60.0, 300.0, 1200.0]))
-    assert found == {"episode/return": 4.0, "episode/length": 15.0, "episode/count": 60.0}
