@@ -9,13 +9,13 @@ Weights may be swapped between two steps.
 
 from __future__ import annotations
 
-import math
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from actors.control.environments.base import Environment, Observations, Step
+from actors.control.environments.outcome import what_does_not_fit, what_is_not_finite
 from actors.control.policy import Policy, State
 from actors.control.record import Record
 from actors.control.tally import Running
@@ -26,7 +26,7 @@ from async_rl.protocol import Ticket
 
 
 class EnvironmentFault(AsyncRLError):
-    """The environment gave numbers that are none: which array, and where.
+    """The environment gave numbers that are none, or arrays that are not those of its spaces: which, and where.
 
     Args:
         message: a sentence.
@@ -94,22 +94,23 @@ class Collector:
         """One step of all environments.
 
         Raises:
-            EnvironmentFault: an observation or a reward is not finite; the environments are reset.
+            EnvironmentFault: an observation or a reward is not finite, or of a wrong shape; the environments are reset.
         """
         record, policy, t = self._record, self._policy, self._record.num_steps
         seen = {name: array[t].to(policy.device) for name, array in record.observations.items()}
         actions, logprobs, state = policy.act(seen, self._state, self._generator)
         record.act(actions, logprobs, policy.version, self._resets)  # an environment may clip its actions in place
         step = self._environment.step(actions.to(self._environment.device))
+        try:
+            check_outcome(step, self._environment, self._id, f"after step {t} of a fragment")
+        except EnvironmentFault:
+            self._restart()
+            raise
         record.take(step)
         self._observations = {name: array[t + 1] for name, array in record.observations.items()}
         if state:
             self._state = policy.reset_state(state, restarts(step, self._resets).to(policy.device))
         self._resets = None if step.resets_next is None else step.resets_next.clone()
-        fault = what_is_not_finite(step)
-        if fault:
-            self._restart()
-            raise EnvironmentFault(f"environment {self._id}: {fault}, after step {t} of a fragment")
 
     @torch.inference_mode()
     def finished(self) -> Group | None:
@@ -147,25 +148,23 @@ class Collector:
         self._running = Running.none(self._environment.num_envs)
 
 
-def what_is_not_finite(step: Step) -> str:
-    """Which number of a step's outcome is none, as a sentence; empty: all are finite.
+def check_outcome(step: Step, environment: Environment, env_id: str, when: str) -> None:
+    """Refuse a step whose arrays are not those of the spaces, or hold numbers that are none.
 
-    A sum is finite only if each of its numbers is, so that one comparison (and one wait for the device) is enough.
+    Args:
+        step: its outcome.
+        environment: that made it.
+        env_id: its name, for the message.
+        when: end of the sentence.
+
+    Raises:
+        EnvironmentFault: says which array.
     """
-    arrays = {"rewards": step.rewards}
-    arrays |= {f"observations of group {name!r}": array for name, array in step.observations.items()}
-    if step.final_observations is not None:
-        arrays |= {f"final observations of group {n!r}": array for n, array in step.final_observations.items()}
-    floats = {name: array for name, array in arrays.items() if array.is_floating_point() and array.numel()}
-    total = torch.stack([array.sum() for array in floats.values()]).sum() if len(floats) > 1 else step.rewards.sum()
-    if math.isfinite(float(total)):
-        return ""
-    for name, array in floats.items():
-        index = (~torch.isfinite(array)).nonzero()
-        if len(index):
-            where = index[0].tolist()
-            return f"{name}, index {where}, is {float(array[tuple(where)])}"
-    return ""  # finite numbers whose sum is not
+    misfit = what_does_not_fit(step, environment)
+    fault = misfit or what_is_not_finite(step)
+    if fault:
+        reason = "environment_wrong_shape" if misfit else "environment_not_finite"
+        raise EnvironmentFault(f"environment {env_id}: {fault}, {when}", reason)
 
 
 def restarts(step: Step, resets: torch.Tensor | None) -> torch.Tensor:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from actors.control.collector import EnvironmentFault, what_is_not_finite
+from actors.control.collector import EnvironmentFault, check_outcome
 from actors.control.environments.base import Environment, Observations, Step
 from actors.control.judges import make_judge
 from actors.control.policy import Policy
@@ -70,7 +70,7 @@ class EpisodeCollector:
         """One step of the episodes that go on.
 
         Raises:
-            EnvironmentFault: an observation or a reward is not finite.
+            EnvironmentFault: an observation or a reward is not finite, or of a wrong shape.
         """
         played, policy = self._played, self._policy
         rows = played.alive.nonzero().squeeze(1)
@@ -79,11 +79,12 @@ class EpisodeCollector:
         actions = distribution.mode() if policy.greedy else distribution.sample(self._generator)
         played.act(rows, actions, distribution.log_prob_parts(actions), policy.version)
         step = self._environment.step(played.actions[-1].clone())  # an environment may clip its actions in place
-        played.take(step)
-        fault = what_is_not_finite(step)
-        if fault:
+        try:
+            check_outcome(step, self._environment, self._id, f"after step {len(played.actions)} of the episodes")
+        except EnvironmentFault:
             self._ticket = None
-            raise EnvironmentFault(f"environment {self._id}: {fault}, after step {len(played.actions)} of the episodes")
+            raise
+        played.take(step)
 
     @torch.inference_mode()
     def finished(self) -> Group | None:
@@ -92,8 +93,11 @@ class EpisodeCollector:
         Raises:
             AsyncRLError: the judge failed.
         """
-        ticket, played = self._ticket, self._played
-        if ticket is None or (len(played.actions) < self._max_steps and bool(played.alive.any())):
+        ticket = self._ticket
+        if ticket is None:
+            return None
+        played = self._played
+        if len(played.actions) < self._max_steps and bool(played.alive.any()):
             return None
         self._ticket = None
         lengths = played.lengths()

@@ -10,6 +10,7 @@ import contextlib
 import signal
 import sys
 
+from actors.control.environments.quiet_end import no_quiet_end
 from actors.control.environments.seeds import process_seed
 from actors.control.exams import HeldOutStarts, PlayedEpisodes, split_episodes
 from actors.control.main import make_gatherer, make_player
@@ -63,7 +64,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         client.beat_info = lambda: {"timer": timer.drain()}
         welcome = client.connect(CONNECT_TIMEOUT_S)
-        with contextlib.ExitStack() as stack:
+        with no_quiet_end(config.env.id), contextlib.ExitStack() as stack:
             policy, exam = make_exam(config, args.name, stack)
             receiver = Receiver(config.weights.path, welcome["weights_address"], welcome["run_id"])
             stack.callback(receiver.close)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from actors.control.collector import EnvironmentFault, Gatherer, restarts, what_is_not_finite
+from actors.control.collector import Gatherer, check_outcome, restarts
 from actors.control.environments.base import Environment
 from actors.control.policy import Policy
 from actors.evaluation.evaluator import Result
@@ -55,7 +55,7 @@ class PlayedEpisodes:
         """Play all of them; ``between`` is called between two steps.
 
         Raises:
-            EnvironmentFault: an observation or a reward is not finite.
+            EnvironmentFault: an observation or a reward is not finite, or of a wrong shape.
         """
         environment, policy = self._environment, self._policy
         scores = _Scores(environment.num_envs, self._each)
@@ -66,8 +66,7 @@ class PlayedEpisodes:
             observations = {name: array.to(policy.device) for name, array in seen.items()}
             actions, _, state = policy.act(observations, state, None)
             step = environment.step(actions.to(environment.device))
-            if fault := what_is_not_finite(step):
-                raise EnvironmentFault(f"environment {self._id}: {fault}, in the evaluation")
+            check_outcome(step, environment, self._id, "in the evaluation")
             scores.add(step.rewards, step.terminated | step.truncated, resets)
             if scores.complete:
                 break
@@ -92,7 +91,7 @@ class HeldOutStarts:
         """Play all of them; ``between`` is called between two steps.
 
         Raises:
-            EnvironmentFault: an observation or a reward is not finite.
+            EnvironmentFault: an observation or a reward is not finite, or of a wrong shape.
         """
         groups = [self._play(task, between) for task in self._tasks]
         scores = np.concatenate([group.rewards for group in groups])

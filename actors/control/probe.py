@@ -15,6 +15,7 @@ import torch
 
 from actors.control.environments.base import Environment, Observations
 from actors.control.environments.factory import make_environment
+from actors.control.environments.quiet_end import no_quiet_end
 from async_rl.config.control import ControlConfig
 from async_rl.config.load import load_control
 from async_rl.control.spaces import Action, Spaces
@@ -102,7 +103,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     arguments = parser.parse_args()
     try:
-        probe(load_control(arguments.config)).write(arguments.out)
+        config = load_control(arguments.config)
+        with no_quiet_end(config.env.id):
+            probe(config).write(arguments.out)
     except AsyncRLError as error:
         print(f"async-rl: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -66,7 +66,7 @@ def control_fault(group: Group, rules: ControlRules) -> str:
     return (
         check_control_group(group, rules.spaces, rules.horizon, episodes=rules.episodes)
         or _hidden_fault(group, rules)
-        or _episode_fault(group)
+        or _episode_fault(group, rules)
     )
 
 
@@ -88,11 +88,16 @@ def _hidden_fault(group: Group, rules: ControlRules) -> str:
     return ""
 
 
-def _episode_fault(group: Group) -> str:
+def _episode_fault(group: Group, rules: ControlRules) -> str:
+    """What is wrong with what is told of episodes: one for each end (``grpo``: for each trajectory), or nothing."""
     returns, lengths = group.arrays.get(_RETURNS), group.arrays.get(_LENGTHS)
     if returns is None and lengths is None:
         return ""
     if returns is None or lengths is None:
         return "missing_array"
-    fits = returns.ndim == 1 and returns.shape == lengths.shape
-    return "" if fits and returns.dtype == np.float32 and lengths.dtype == np.int32 else "bad_shape"
+    if returns.dtype != np.float32 or lengths.dtype != np.int32:
+        return "bad_shape"
+    ends = len(group) if rules.episodes else np.count_nonzero(group.arrays["terminated"] | group.arrays["truncated"])
+    if returns.shape != (ends,) or lengths.shape != (ends,):
+        return "wrong_episodes"
+    return "" if bool((lengths > 0).all()) else "wrong_episodes"

@@ -23,7 +23,7 @@ from async_rl.data import Group
 from async_rl.errors import ConfigError, WireError
 from async_rl.wire import Frame, decode_groups, encode_groups, unpack_header
 
-SCHEMA = 2
+SCHEMA = 3
 _LEDGER, _GROUPS = "ledger.json", "groups.bin"
 _U64 = struct.Struct("<Q")
 

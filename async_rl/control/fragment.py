@@ -45,6 +45,9 @@ STEP_FIELDS: Mapping[str, str] = {
 """dtype of the arrays [T, N] of a fragment."""
 LOGPROBS = (-1e4, 1e4)
 """Log-probabilities (densities may exceed 1) lie between these, or their ratios would overflow."""
+LARGEST = 1e15
+"""All other numbers are below it: the squares of larger ones overflow in float32, and one that a normaliser has taken
+in would blind it for good, without a word."""
 
 
 def check_control_group(group: Group, spaces: Spaces, horizon: int, *, episodes: bool) -> str:
@@ -128,5 +131,7 @@ def _check_acts(arrays: Mapping[str, Array], action: Action, shape: tuple[int, .
     logprobs = arrays["logprobs"][acted]
     if not ((logprobs >= LOGPROBS[0]) & (logprobs <= LOGPROBS[1])).all():  # NaN is in no range
         return "bad_logprobs"
-    floats = [a for a in arrays.values() if a.dtype == np.float32]
-    return "" if all(np.isfinite(a).all() for a in floats) else "not_finite"
+    floats = [a for a in arrays.values() if a.dtype == np.float32 and a.size]
+    if all(-LARGEST < a.min() and a.max() < LARGEST for a in floats):  # NaN is in no range
+        return ""
+    return "too_large" if all(np.isfinite(a).all() for a in floats) else "not_finite"

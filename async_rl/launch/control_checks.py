@@ -74,6 +74,10 @@ def try_environment(
     if child.exit_code:
         how = f"env.id = {config.env.id!r}: trying it failed: the probe {child.describe_end()}; {_end_of(log)}"
         raise ConfigError(child.cause() or how)
+    if not (scratch / FILE).is_file():
+        raise ConfigError(
+            f"env.id = {config.env.id!r}: it ended the process that tried it, with exit code 0; see {log}"
+        )
     return Spaces.read(scratch / FILE)
 
 

@@ -245,7 +245,7 @@ class Launcher:
     def _tend_workers(self, line: Monitor) -> tuple[Status, str] | None:
         """Report and replace workers that died; the end of the run if none is left of a role that it needs."""
         for worker in self.workers:
-            if worker.child is not None and worker.child.poll():  # 0 means that it left on purpose
+            if worker.child is not None and self._has_died(worker.child):
                 self._bury(worker, line)
             elif worker.restart_at is not None and time.monotonic() >= worker.restart_at:
                 worker.restarts, worker.restart_at = worker.restarts + 1, None
@@ -256,6 +256,14 @@ class Launcher:
                 last = next(c for c in reversed(self.children) if c.name == here[-1].name)
                 return "failed", f"no {what} is left; {describe(last)}"
         return None
+
+    def _has_died(self, child: Child) -> bool:
+        """Whether it ended before its time; 0 means that it left on purpose, but not while there are steps to train."""
+        code = child.poll()
+        if code != 0:
+            return code is not None
+        books = read_json(self.commands.out / "books.json")  # written before the server sends anybody home
+        return books.get("status") == "running" and int(books.get("step", 0)) < int(books.get("steps", 0))
 
     def _bury(self, worker: Worker, line: Monitor) -> None:
         child = worker.child

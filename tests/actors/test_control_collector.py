@@ -1,5 +1,7 @@
 """Fragments against brute force: single environments that are stepped one by one, and sequences computed anew."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -136,6 +138,37 @@ def test_numbers_that_are_none_are_named_and_everything_begins_anew(poison, sent
     assert collector.finished() is None
     assert len(set(environment.seeds)) == 2  # other starts than before
     assert fragment(collector).arrays["obs/policy"][0, :, 1].tolist() == [0, 0, 0]
+
+
+def scattered(environment, **wrong):
+    """The second step gives other arrays."""
+    step = environment.step
+    environment.step = lambda actions: replace(
+        step(actions), **{k: f(torch.ones(3)) for k, f in wrong.items() if environment.num_steps == 2}
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"rewards": lambda x: x[:1]}, r"rewards are \[1\] of float32 instead of \[3\]"),
+        ({"rewards": lambda x: x.mean()}, r"rewards are \[\] of"),
+        ({"rewards": lambda x: x.double()}, r"rewards are \[3\] of float64"),
+        ({"truncated": lambda x: x[:1].bool()}, r"truncated are \[1\] of bool"),
+        ({"observations": lambda x: {"policy": x[:, None], "extra": None}}, r"group 'policy' are \[3, 1\] of float32"),
+        ({"observations": lambda x: {"policy": torch.ones(3, 2)}}, r"group 'extra' are missing"),
+    ],
+)
+def test_arrays_that_would_spread_over_rows_are_refused_by_name(wrong, sentence):
+    environment = Counting()
+    collector, _ = make(control(), environment)
+    scattered(environment, **wrong)
+    collector.begin(ticket())
+    collector.step()
+    with pytest.raises(EnvironmentFault, match=f"{sentence}.*, after step 1 of a fragment") as fault:
+        collector.step()
+    assert fault.value.reason == "environment_wrong_shape"
+    assert len(set(environment.seeds)) == 2  # all begins anew
 
 
 def test_huge_but_finite_numbers_are_let_through():

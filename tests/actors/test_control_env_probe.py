@@ -44,6 +44,18 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, ca
     assert not (tmp_path / FILE).exists()
 
 
+def test_an_environment_that_calls_sys_exit_does_not_pass_for_a_sound_one(tmp_path, monkeypatch, capsys):
+    module = types.ModuleType("leaver")
+    module.make = lambda num_envs, seed: sys.exit(0)
+    monkeypatch.setitem(sys.modules, "leaver", module)
+    (tmp_path / "config.toml").write_text(to_toml(config_of("leaver:make")))
+    monkeypatch.setattr(sys, "argv", ["probe", str(tmp_path / "config.toml"), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert "the environment ended its process with sys.exit()" in capsys.readouterr().err
+
+
 def test_discrete_and_continuous_environments_pass_and_so_do_alike_starts():
     assert probe(config_of("gymnasium:CartPole-v1")).action.kind == "discrete"
     assert probe(config_of("gymnasium:CartPole-v1", "grpo")).action.kind == "discrete"
@@ -76,7 +88,7 @@ class Faulty:
     [
         ({"rewards": torch.zeros(2, 1)}, r"rewards \[2, 1\] of torch.float32; expected one for each of 2"),
         ({"rewards": torch.tensor([0.0, float("nan")])}, r"rewards of a step are \[0.0, nan\]"),
-        ({"dones": torch.zeros(2, 1)}, r"terminated \[2, 2\]"),
+        ({"dones": torch.zeros(2, 1)}, r"gives dones \[2, 1\] in a step; expected \[2\]"),
         ({"seen": torch.zeros(2, 4)}, r"after step, observation group 'policy' is \[2, 4\].*expected \[2, 3\]"),
         ({"seen": torch.full((2, 3), torch.inf)}, "after step, observation group 'policy' has numbers"),
         ({"seen": None}, r"a step with actions \[2, 1\] failed: RuntimeError\('out of fuel'\)"),

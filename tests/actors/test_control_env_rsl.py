@@ -51,6 +51,30 @@ def test_time_outs_are_truncations_and_the_other_dones_are_terminations():
     assert env._env.actions.tolist() == [[0.5, 0.5]] * 3
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dones": (1,)}, r"gives dones \[1\] in a step; expected \[3\]"),
+        ({"extras": {"time_outs": torch.ones(1)}}, r"gives time_outs \[1\] in a step; expected \[3\]"),
+        ({"extras": {"time_outs": torch.ones(3, 1)}}, r"gives time_outs \[3, 1\]"),
+    ],
+)
+def test_flags_that_would_spread_over_all_environments_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        RslEnvironment(Vec({"policy": ones(4)}, **changes), "actor0").step(ones(2))
+
+
+def test_observations_that_change_their_kind_are_refused_and_not_cut_off():
+    vec = Vec({"pixels": ones(4, dtype=torch.uint8)})
+    env = RslEnvironment(vec, "actor0")
+    vec.answer = ({"pixels": ones(4) * 300.5}, *vec.answer[1:])
+    with pytest.raises(ConfigError, match=r"'pixels' of Vec was torch.uint8 at first and is torch.float32 now"):
+        env.step(ones(2))
+    vec.answer = ({}, *vec.answer[1:])
+    with pytest.raises(ConfigError, match=r"gives no observation group 'pixels' any more"):
+        env.step(ones(2))
+
+
 def test_without_time_outs_every_end_is_a_termination():
     step = RslEnvironment(Vec({"policy": ones(4)}), "actor0").step(ones(2))
     assert step.terminated.tolist() == [False, True, True]

@@ -19,6 +19,7 @@ from async_rl.launch import control_checks
 from async_rl.launch.commands import Commands
 from async_rl.launch.control_overview import describe_networks, rows
 from async_rl.launch.interfaces import Outcome
+from async_rl.launch.launcher import Launcher
 from async_rl.launch.overview import print_overview
 from async_rl.launch.progress import Glance, Pace, one_line, panel
 from async_rl.launch.roles import check_role
@@ -115,6 +116,16 @@ def test_a_control_run_has_no_scorers():
         with pytest.raises(ConfigError, match=f"--role {role}: environments give their rewards themselves"):
             check_role(control(), role)
     check_role(control(), "actor")
+
+
+def test_a_host_that_cannot_make_the_environment_starts_no_evaluator(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(Launcher, "_start", lambda self, name, command: started.append(name))
+    for evaluates in (True, False):
+        commands = Commands(config=tmp_path / "c.toml", out=tmp_path, ranks=1, is_control=True)
+        parts = dict.fromkeys(("display", "interrupts", "monitor", "cleanup"))
+        Launcher(commands=commands, env={}, gpus={}, actors=0, evaluates=evaluates, **parts)._start_others("tcp://h:1")
+    assert started == ["learner", "evaluator", "learner"]
 
 
 # -- checks before a start

@@ -211,6 +211,22 @@ def test_an_actor_that_leaves_on_purpose_is_not_started_again(launch, tmp_path):
     assert (ran.outcome.status, ran.outcome.restarts, ran.line.sent) == ("completed", {}, [])
 
 
+@pytest.mark.parametrize(("step", "restarts"), [(3, {"actor0": 1}), (9, {})])
+def test_an_actor_that_leaves_while_there_are_steps_to_train_is_started_again(launch, tmp_path, step, restarts):
+    (tmp_path / "books.json").write_text(json.dumps({"status": "running", "step": step, "steps": 9}))
+
+    def turn(line):
+        if line.turns == 2:
+            (tmp_path / "exit_actor0").write_text("0")
+        if line.turns == 15:
+            line.end_all(0)
+
+    ran = launch(turn)
+    assert ran.outcome.restarts == restarts
+    assert ran.line.sent == [("dead", {"name": "actor0"})] * len(restarts)
+    assert ran.display.notes == [n for n in ran.display.notes if "actor0 ended with exit code 0 and starts again" in n]
+
+
 def test_a_run_that_the_server_calls_stopped_is_stopped(launch, tmp_path):
     (tmp_path / "books.json").write_text('{"status": "stopped"}')
     assert launch(lambda line: line.turns == 2 and line.end_all(0)).outcome.status == "stopped"

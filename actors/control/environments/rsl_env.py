@@ -99,12 +99,21 @@ class RslEnvironment:
         return observations
 
     def step(self, actions: torch.Tensor) -> Step:
-        """Apply actions [N, A]."""
+        """Apply actions [N, A].
+
+        Raises:
+            ConfigError: flags that are not one for each environment, or observations of another kind than at first.
+        """
         seen, rewards, dones, extras = self._env.step(
             actions if actions.device == self.device else actions.to(self.device)
         )
         dones = dones if dones.dtype == torch.bool else dones.bool()
         time_outs = extras.get("time_outs")
+        for name, flags in (("dones", dones), ("time_outs", self._never if time_outs is None else time_outs)):
+            if flags.shape != self._never.shape:  # together they would spread over all environments
+                raise ConfigError(
+                    f"env.id: {self._what} gives {name} {list(flags.shape)} in a step; expected [{self.num_envs}]"
+                )
         truncated = self._never if time_outs is None else dones & time_outs.bool()
         return Step(
             observations=self._read(seen, extras),
@@ -127,6 +136,14 @@ class RslEnvironment:
 
     def _read(self, seen: Any, extras: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
         groups = _groups(seen, extras)
+        for group, dtype in self._dtypes.items():
+            found = groups.get(group)
+            if found is None:
+                raise ConfigError(f"env.id: {self._what} gives no observation group {group!r} any more")
+            if found.dtype != dtype and dtype != torch.float32 and _DTYPES.get(found.dtype) != dtype:
+                raise ConfigError(  # a conversion would cut numbers off without a word
+                    f"env.id: observation group {group!r} of {self._what} was {dtype} at first and is {found.dtype} now"
+                )
         return {group: groups[group].to(dtype) for group, dtype in self._dtypes.items()}
 
 
