@@ -27,7 +27,7 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 
 | type | to | fields |
 |---|---|---|
-| welcome | any | run_id, heartbeat_s, next_step, start_version, manifest (or None), weights_address |
+| welcome | any | run_id, heartbeat_s, next_step, life, start_version, manifest (or None), weights_address |
 | refused | any | reason: a sentence; code: hello, hello_first, replaced, or the fault of a message |
 | tickets | actor | tickets: list of :class:`Ticket` as lists |
 | lease | scorer | groups + frames, lease_s: to be annotated in that time, or another scorer gets them |

@@ -3,7 +3,8 @@
     PlayedEpisodes   whole episodes of N environments, equally many of each ─┐
     HeldOutStarts    grpo: an episode from each start behind those trained  ─┴─► return, length, episodes (success)
 
-To count the episodes that end first would prefer short ones; so each environment's first E are counted.
+To count the episodes that end first would prefer short ones; so each environment's first E are counted. Where an
+environment cannot be reset, what is left of the last version's episodes is played to its end first, and not counted.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class PlayedEpisodes:
     def __init__(self, config: ControlConfig, environment: Environment, policy: Policy, each: int, seed: int) -> None:
         self._id, self._environment, self._policy, self._each = config.env.id, environment, policy, each
         self._seed = seed
-        self._limit = each * ((environment.spaces.max_episode_steps or MAX_STEPS) + 1)  # one more may only reset
+        self._longest = (environment.spaces.max_episode_steps or MAX_STEPS) + 1  # one more may only reset
+        self._begun = False
+        """Its episodes are under way, and cannot be begun anew."""
 
     @torch.inference_mode()
     def examine(self, between: Callable[[], None]) -> Result:
@@ -58,10 +61,12 @@ class PlayedEpisodes:
             EnvironmentFault: an observation or a reward is not finite, or of a wrong shape.
         """
         environment, policy = self._environment, self._policy
-        scores = _Scores(environment.num_envs, self._each)
+        left_over = int(self._begun)
+        self._begun = not environment.can_reset
+        scores = _Scores(environment.num_envs, self._each, left_over)
         seen, resets = environment.reset(self._seed), None
         state = policy.initial_state(environment.num_envs)
-        for _ in range(self._limit):
+        for _ in range((self._each + left_over) * self._longest):
             between()
             observations = {name: array.to(policy.device) for name, array in seen.items()}
             actions, _, state = policy.act(observations, state, None)
@@ -116,12 +121,14 @@ class HeldOutStarts:
 
 
 class _Scores:
-    """Returns and lengths of the first E episodes of N environments."""
+    """Returns and lengths of the first E episodes of N environments, behind ``left_over`` that do not count."""
 
-    def __init__(self, num_envs: int, each: int) -> None:
-        self._each, self._envs = each, np.arange(num_envs)
-        self._returns, self._lengths = np.zeros((each + 1, num_envs)), np.zeros((each + 1, num_envs), np.int64)
-        """[E + 1, N]; the last row takes what comes after."""
+    def __init__(self, num_envs: int, each: int, left_over: int) -> None:
+        self._each, self._envs = each + left_over, np.arange(num_envs)
+        self._counted = slice(left_over, self._each)
+        shape = (self._each + 1, num_envs)
+        self._returns, self._lengths = np.zeros(shape), np.zeros(shape, np.int64)
+        """[left_over + E + 1, N]; the last row takes what comes after."""
         self._episode = np.zeros(num_envs, np.int64)
         """[N]: which one each environment plays."""
 
@@ -139,8 +146,9 @@ class _Scores:
 
     def metrics(self) -> dict[str, float]:
         """Over all episodes that were played; those that were cut off count as they stand."""
-        played = self._lengths[:-1] > 0
-        returns, lengths = self._returns[:-1][played], self._lengths[:-1][played]
+        counted = self._counted if self._lengths[self._counted].any() else slice(0, self._each)
+        played = self._lengths[counted] > 0
+        returns, lengths = self._returns[counted][played], self._lengths[counted][played]
         return {
             "return": float(returns.mean()),
             "return_std": float(returns.std()),

@@ -13,7 +13,7 @@ from actors.control.collector import Collector, Gatherer
 from actors.control.environments.base import Environment
 from actors.control.environments.factory import GYMNASIUM, make_environment
 from actors.control.environments.quiet_end import no_quiet_end
-from actors.control.environments.seeds import process_seed
+from actors.control.environments.seeds import life_seed
 from actors.control.policy import Policy
 from actors.control.rollout import Rollout
 from actors.main import CONNECT_TIMEOUT_S, report
@@ -73,7 +73,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         client.beat_info = lambda: {"timer": timer.drain()}
         welcome = client.connect(CONNECT_TIMEOUT_S)
-        seed = process_seed(config.seed, args.name, welcome["next_step"])  # a resumed actor does not repeat itself
+        seed = life_seed(config.seed, args.name, welcome["next_step"], welcome["life"])
         with no_quiet_end(config.env.id), contextlib.ExitStack() as stack:
             environment, policy = make_player(config, num_envs, seed, args.name)
             stack.callback(environment.close)

@@ -95,7 +95,7 @@ def _episode_fault(group: Group, rules: ControlRules) -> str:
         return ""
     if returns is None or lengths is None:
         return "missing_array"
-    if returns.dtype != np.float32 or lengths.dtype != np.int32:
+    if returns.dtype != np.float32 or lengths.dtype != np.int32 or returns.ndim != 1:
         return "bad_shape"
     ends = len(group) if rules.episodes else np.count_nonzero(group.arrays["terminated"] | group.arrays["truncated"])
     if returns.shape != (ends,) or lengths.shape != (ends,):

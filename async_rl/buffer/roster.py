@@ -39,6 +39,8 @@ class Session:
     """Why it is no longer connected; empty while it is."""
     stage: str = ""
     """What it adds to groups (scorers)."""
+    life: int = 0
+    """Processes that had its name before it."""
     credit: int = 0
     """Tickets, or groups, that it can take now (actors, scorers)."""
     tickets: int = 0

@@ -273,7 +273,9 @@ class Service:
         session = Session.from_hello(identity, header, now)
         before = self.roster.last(session.name)
         if before is not None and session.is_same_process(before):  # its connection broke, its device did not change
-            session.worked, session.asleep = before.worked, before.asleep
+            session.worked, session.asleep, session.life = before.worked, before.asleep, before.life
+        elif before is not None:
+            session.life = before.life + 1
         self._replace(session, now)
         self.roster.join(session)
         print(
@@ -285,6 +287,7 @@ class Service:
             run_id=self._run_id,
             heartbeat_s=self.config.buffer.heartbeat_s,
             next_step=self.ledger.version,
+            life=session.life,
             start_version=self.versions.start,
             manifest=self.versions.evaluated_wire if session.role == "evaluator" else self.versions.wire,
             weights_address=self._weights.address,

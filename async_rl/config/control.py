@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from async_rl.config.base import ActorsBase, BufferConfig, EvalBase, LearnerBase, RunConfig, Section
+from async_rl.config.base import ActorsBase, Beta, BufferConfig, EvalBase, LearnerBase, RunConfig, Section
 from async_rl.config.control_checks import check_control_effect, check_control_together
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists only
@@ -46,7 +46,7 @@ class ObservationsConfig(Section):
     critic: Names = ()
     """Empty: as the actor."""
     teacher: Names = ()
-    """``distillation``; empty: as the actor."""
+    """``distillation``; empty: as the actor, if those are the groups that the teacher was trained on."""
     rnd: Names = ()
     """Empty: as the actor."""
     discriminator: Names = ()
@@ -179,7 +179,8 @@ class TeacherConfig(Section):
     """``distillation``: who is imitated."""
 
     path: str = ""
-    """Run folder, or checkpoint folder, of a control run; its actor network reads ``observations.teacher``."""
+    """Run folder, or checkpoint folder, of a control run; or the name of a folder that ships beside the presets. Its
+    actor network reads ``observations.teacher``."""
 
 
 class EpisodesConfig(Section):
@@ -198,7 +199,10 @@ class EpisodesConfig(Section):
     """``module:function`` of demonstrated steps, on which the policy is trained before the first step:
     ``f(count, seed, **env.kwargs) -> dict`` of ``obs/GROUP`` [count, ...] and ``actions`` [count, A]; empty: none."""
     demonstration_updates: int = Field(100, ge=1)
-    """Updates of that training, 256 steps each, all different."""
+    """Updates of that training at most, 256 steps each, all different."""
+    demonstration_loss: float = Field(0.0, ge=0)
+    """It ends when the mean negative log-likelihood of a demonstrated action over 8 updates falls below this: a policy
+    that is sure of itself explores no more. 0: all updates are made."""
 
 
 class ControlLearnerConfig(LearnerBase):
@@ -211,7 +215,7 @@ class ControlLearnerConfig(LearnerBase):
     lr_min: float = Field(1e-5, gt=0)
     """Limits of the adaptive schedule."""
     lr_max: float = Field(1e-2, gt=0)
-    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)
     max_grad_norm: float = Field(1.0, gt=0)
     """For actor and critic alike, each by its own norm; RND's predictor and the discriminator are not clipped."""
 

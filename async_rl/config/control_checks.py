@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 _RND = ("schedule", "final_weight", "final_step", "hidden", "outputs", "lr", "normalize_states", "normalize_rewards")
 _AMP = ("task_weight", "expert", "hidden", "lr", "gradient_penalty", "replay", "normalize")
 _CRITIC = ("reward_scale", "gamma", "lam", "value_clip", "value_coef", "correction", "rho_max", "c_max")
-_EPISODES = ("group_size", "tasks", "max_steps", "reward", "demonstrations", "demonstration_updates")
+_DEMONSTRATIONS = ("demonstration_updates", "demonstration_loss")
+_EPISODES = ("group_size", "tasks", "max_steps", "reward", "demonstrations", *_DEMONSTRATIONS)
 _PPO_ONLY = ("clip", "entropy_coef", "proximal", "weight_max")
 
 
@@ -83,7 +84,8 @@ def _without_effect(config: ControlConfig) -> Iterator[tuple[str, str]]:
             yield f"episodes.{name}", f"algorithm.name = {algorithm.name!r}"
         yield "buffer.replace_zero_variance", f"algorithm.name = {algorithm.name!r}"
     if algorithm.name == "grpo" and not config.episodes.demonstrations:
-        yield "episodes.demonstration_updates", "episodes.demonstrations = ''"
+        for name in _DEMONSTRATIONS:
+            yield f"episodes.{name}", "episodes.demonstrations = ''"
     if config.rnd.weight == 0 or algorithm.name != "ppo":
         for name in _RND:
             yield f"rnd.{name}", "rnd.weight = 0"
@@ -95,6 +97,8 @@ def _without_effect(config: ControlConfig) -> Iterator[tuple[str, str]]:
         for name in _AMP:
             yield f"amp.{name}", "amp.style_weight = 0"
         yield "observations.discriminator", "amp.style_weight = 0"
+    elif config.amp.task_weight == 0:
+        yield "algorithm.reward_scale", "amp.task_weight = 0"
     if not config.symmetry.function or algorithm.name != "ppo":
         for name in ("augment", "mirror_coef"):
             yield f"symmetry.{name}", "symmetry.function = ''"
@@ -137,6 +141,17 @@ def _contradictions(config: ControlConfig) -> Iterator[str]:
         yield "symmetry.function has no effect: set symmetry.augment = true or symmetry.mirror_coef"
     if config.rnd.schedule != "constant" and config.rnd.weight > 0 and config.rnd.final_step == 0:
         yield f"rnd.schedule = {config.rnd.schedule!r} needs rnd.final_step, the learner step at which it ends"
+    if learner.lr_schedule == "kl_adaptive" and algorithm.epochs * algorithm.minibatches == 1:
+        yield (
+            "learner.lr_schedule = 'kl_adaptive' has no effect with one update a step, before which the KL is 0; set "
+            "it to 'constant' or 'linear', or raise algorithm.minibatches or algorithm.epochs"
+        )
+    if config.buffer.max_uses > config.buffer.max_staleness + 1:
+        yield (
+            f"buffer.max_uses = {config.buffer.max_uses} is never reached: within buffer.max_staleness = "
+            f"{config.buffer.max_staleness} a group meets at most {config.buffer.max_staleness + 1} steps; lower it, "
+            "or raise buffer.max_staleness"
+        )
     if learner.lr_min > learner.lr_max:
         yield f"learner.lr_min = {learner.lr_min} > learner.lr_max = {learner.lr_max}"
     if config.buffer.max_staleness == 0 and (algorithm.correction != "none" or algorithm.proximal != "behaviour"):

@@ -132,6 +132,6 @@ def _check_acts(arrays: Mapping[str, Array], action: Action, shape: tuple[int, .
     if not ((logprobs >= LOGPROBS[0]) & (logprobs <= LOGPROBS[1])).all():  # NaN is in no range
         return "bad_logprobs"
     floats = [a for a in arrays.values() if a.dtype == np.float32 and a.size]
-    if all(-LARGEST < a.min() and a.max() < LARGEST for a in floats):  # NaN is in no range
+    if all(a.min() > -LARGEST and a.max() < LARGEST for a in floats):  # NaN is in no range
         return ""
     return "too_large" if all(np.isfinite(a).all() for a in floats) else "not_finite"

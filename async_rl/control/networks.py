@@ -41,6 +41,9 @@ class Encoder(nn.Module):
         policy = config.policy
         self.rnn: nn.GRU | nn.LSTM | None = None
         if config.is_recurrent:
+            # cuDNN's default for recurrent layers keeps 10 bits of each factor: actor and learner, which call them with
+            # other shapes or on other devices, would disagree about log-probabilities.
+            torch.backends.cudnn.allow_tf32 = False
             kind = nn.GRU if policy.network == "gru" else nn.LSTM
             self.rnn = kind(size, policy.rnn_hidden, policy.rnn_layers)
             size = policy.rnn_hidden
@@ -163,11 +166,11 @@ class Actor(_Network):
         if self.action.kind == "discrete":
             return Categorical(out, self.action.choices)
         if self.std is not None:
-            return Gaussian(out, self.std.clamp(_STD_MIN, _STD_MAX))
+            return Gaussian(out, _bounded(self.std, _STD_MIN, _STD_MAX))
         log_std = self.log_std
         if log_std is None:
             out, log_std = out.chunk(2, -1)
-        return Gaussian(out, log_std.clamp(math.log(_STD_MIN), math.log(_STD_MAX)).exp())
+        return Gaussian(out, _bounded(log_std, math.log(_STD_MIN), math.log(_STD_MAX)).exp())
 
     def _make_std(self, kind: str, init_std: float) -> None:
         size = self.action.size
@@ -258,6 +261,12 @@ def make_activation(name: str) -> nn.Module:
         case "silu":
             return nn.SiLU()
     raise ConfigError(f"policy.activation = {name!r} is none of elu, relu, selu, leaky_relu, tanh, gelu, silu")
+
+
+def _bounded(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Keep x within bounds, with the gradient that it has inside: what has left them could never come back else."""
+    bounded = x.clamp(low, high)
+    return bounded.detach() + (x - x.detach()) if torch.is_grad_enabled() else bounded
 
 
 def _head_size(action: Action, std: str) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from importlib import resources
 from pathlib import Path
 
 from async_rl.config import ControlConfig, to_toml
@@ -16,6 +15,7 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.launch import preflight
 from async_rl.launch.children import Child, end_all, tail, wait_all
 from async_rl.launch.control_overview import describe_networks
+from async_rl.shipped import find_shipped
 
 PROBE_TIMEOUT_S = 300.0
 """A simulator may take minutes to start."""
@@ -43,6 +43,7 @@ def check_run(
     else:
         spaces = try_environment(config, env, scratch, interrupted)
     check_groups(config, spaces)
+    check_deviation(config, spaces)
     networks = describe_networks(config, spaces)
     preflight.check_shared_memory(networks.published_bytes)
     return spaces
@@ -98,12 +99,26 @@ def check_groups(config: ControlConfig, spaces: Spaces) -> None:
             )
 
 
+def check_deviation(config: ControlConfig, spaces: Spaces) -> None:
+    """Refuse settings of the Gaussian's deviation where actions are choices.
+
+    Raises:
+        ConfigError: names the setting, which has no effect.
+    """
+    policy = config.policy
+    for name in ("std", "init_std"):
+        value = getattr(policy, name)
+        if spaces.action.kind == "discrete" and value != type(policy).model_fields[name].default:
+            raise ConfigError(
+                f"policy.{name} = {value!r} has no effect in {config.env.id!r}, whose actions are choices; remove it"
+            )
+
+
 def _check_files(config: ControlConfig) -> None:
     """Files that the learner would miss only once it has started."""
-    shipped = resources.files("async_rl") / "presets" / Path(config.amp.expert).name
-    if config.amp.style_weight > 0 and not (Path(config.amp.expert).is_file() or shipped.is_file()):
+    if config.amp.style_weight > 0 and find_shipped(config.amp.expert) is None:
         raise ConfigError(f"amp.expert = {config.amp.expert!r}: no such file; scripts/record_expert.py writes one")
-    if config.algorithm.name == "distillation" and not Path(config.teacher.path).expanduser().is_dir():
+    if config.algorithm.name == "distillation" and find_shipped(config.teacher.path) is None:
         raise ConfigError(f"teacher.path = {config.teacher.path!r}: no such folder; name the run folder of the teacher")
 
 

@@ -160,15 +160,16 @@ class Launcher:
         deadline: float | None = None
         asked = False
         while True:
-            stop = self._listen(line, server, stop)
+            before, stop = stop, self._listen(line, server, stop)
             if self.interrupts.count and not asked:
                 asked, deadline = True, time.monotonic() + WIND_DOWN_S
                 self.display.note("stopping: the learner writes a checkpoint (once more to end at once)")
                 line.send("stop", reason="asked to stop")
             if self.interrupts.count > 1:
                 return "stopped", "ended at once on request; the newest checkpoint is from before"
-            if stop is not None and deadline is None:
-                deadline = time.monotonic() + (FAILED_S if stop["error"] else WIND_DOWN_S)
+            if stop is not None and stop is not before:  # after an error nobody waits as long as after a wish to stop
+                latest = time.monotonic() + (FAILED_S if stop["error"] else WIND_DOWN_S)
+                deadline = latest if deadline is None else min(deadline, latest)
             ended = self._ended(server, learner, stop)
             if ended is None and stop is None and not asked:
                 ended = self._tend_workers(line)

@@ -9,6 +9,7 @@ demonstrations first and improved by reinforcement learning then (Li et al. 2025
 from __future__ import annotations
 
 import importlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from async_rl.config import ControlConfig
 from async_rl.control.fragment import OBS
 from async_rl.control.networks import Actor
+from async_rl.control.normalizer import Normalizer
 from async_rl.control.spaces import Spaces
 from async_rl.errors import ConfigError
 from learner.control.judging import judge, rows_of
@@ -27,6 +29,8 @@ BATCH = 256
 """Demonstrated steps of an update; none is seen twice."""
 _LR = 2e-3
 _MAX_NORM = 1.0
+_WINDOW = 8
+"""Updates that the loss is averaged over."""
 
 Demonstrate = Callable[..., Mapping[str, npt.NDArray[Any]]]
 """``f(count, seed, **env.kwargs)``: ``obs/GROUP`` [count, ...] for the groups that the actor reads, and ``actions``
@@ -38,7 +42,8 @@ def imitate(actor: Actor, config: ControlConfig, spaces: Spaces) -> None:
 
     Args:
         actor: as it was initialised; not recurrent.
-        config: ``episodes.demonstrations`` says whose, ``episodes.demonstration_updates`` how long.
+        config: ``episodes.demonstrations`` says whose, ``demonstration_updates`` and
+            ``demonstration_loss`` how long.
         spaces: of the environment.
 
     Raises:
@@ -50,9 +55,12 @@ def imitate(actor: Actor, config: ControlConfig, spaces: Spaces) -> None:
     device = next(actor.parameters()).device
     tensors = {name: torch.from_numpy(array).to(device) for name, array in shown.items()}
     x = actor.observe({name: tensors[OBS + name] for name in actor.groups})
+    if isinstance(actor.normalizer, Normalizer):  # before, or the first step's statistics would undo what was learned
+        actor.normalizer.update(actor.normalizer.moments(x))
     actions = tensors["actions"] if spaces.action.kind == "continuous" else tensors["actions"].long()
     optimizer = torch.optim.AdamW(actor.parameters(), lr=_LR, weight_decay=0.0)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(config.seed)).to(device)
+    losses: deque[float] = deque(maxlen=_WINDOW)
     for rows in order.split(BATCH):
         logprobs, _ = judge(actor, rows_of(x, rows), actions[rows])
         loss = -logprobs.sum(-1).mean()
@@ -60,6 +68,9 @@ def imitate(actor: Actor, config: ControlConfig, spaces: Spaces) -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(actor.parameters(), _MAX_NORM)
         optimizer.step()
+        losses.append(loss.item())
+        if len(losses) == _WINDOW and sum(losses) / _WINDOW < settings.demonstration_loss:
+            break
     optimizer.zero_grad()
 
 

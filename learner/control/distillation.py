@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -31,6 +30,7 @@ from async_rl.control.spaces import Action, Spaces
 from async_rl.data import Group
 from async_rl.errors import ConfigError
 from async_rl.metrics import Metrics
+from async_rl.shipped import find_shipped
 from learner.control.agreement import Agreement, difference_sums
 from learner.control.method import Batch, Sums, Totals
 from learner.control.parts import inputs_of
@@ -184,17 +184,26 @@ def load_teacher(config: ControlConfig, spaces: Spaces) -> Actor:
         spaces: of the student's environment.
 
     Raises:
-        ConfigError: there is no such checkpoint; the teacher reads another number of observations than
-            ``observations.teacher`` has, has other actions, or is recurrent; or the setting of the loss has no effect.
+        ConfigError: there is no such checkpoint; the teacher reads other groups, or another number of observations,
+            than ``observations.teacher`` has, has other actions, or is recurrent; or the setting of the loss has no
+            effect.
     """
     path = config.teacher.path
-    teacher_config, teacher_spaces, teacher = load_actor(Path(path))
+    folder = find_shipped(path)
+    if folder is None:
+        raise ConfigError(f"teacher.path = {path!r}: there is no such folder; name the run folder of the teacher")
+    teacher_config, teacher_spaces, teacher = load_actor(folder)
     if teacher_config.policy.network != "mlp":
         raise ConfigError(
             f"teacher.path = {path!r} is a policy with network {teacher_config.policy.network!r}: fragments carry no "
             "hidden state of a teacher, so it must be 'mlp'"
         )
     groups = config.groups_of("teacher")
+    if groups != teacher.groups and (not config.observations.teacher or sorted(groups) == sorted(teacher.groups)):
+        raise ConfigError(  # as many numbers, but others or in another order, would go unnoticed
+            f"teacher.path = {path!r} reads the groups {list(teacher.groups)}, and here it would be given "
+            f"{list(groups)}: set observations.teacher to the groups that hold what the teacher read, in its order"
+        )
     wanted, offered = teacher_spaces.size_of(teacher.groups), spaces.size_of(groups)
     if wanted != offered:
         raise ConfigError(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from async_rl.errors import ConfigError
+from async_rl.shipped import find_shipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,9 @@ def load_expert(name: str, width: int, device: torch.device) -> Expert:
         ConfigError: there is no such file, or it holds something else than ``states`` and ``next_states`` [M, D] of
             finite float32 numbers.
     """
-    path = _find(name)
+    path = find_shipped(name)
+    if path is None:
+        raise ConfigError(f"amp.expert = {name!r}: there is no such file; record one with scripts/record_expert.py")
     try:
         arrays = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -64,13 +65,3 @@ def load_expert(name: str, width: int, device: torch.device) -> Expert:
             f"amp.expert = {name!r} has {len(states)} states and {len(next_states)} next_states; they must be pairs"
         )
     return Expert(states.to(device), next_states.to(device))
-
-
-def _find(name: str) -> Path:
-    path = Path(name)
-    shipped = Path(str(resources.files("async_rl") / "presets" / path.name))
-    if path.is_file():
-        return path
-    if path.name == name and shipped.is_file():
-        return shipped
-    raise ConfigError(f"amp.expert = {name!r}: there is no such file; record one with scripts/record_expert.py")

@@ -14,15 +14,16 @@ import math
 import torch
 
 from async_rl.control.distributions import log_softmax
+from learner.algorithms.ratio import MAX_LOG_RATIO
 
 
 def surrogate_gradient(
     log_ratios: torch.Tensor, advantages: torch.Tensor, clip: float, weights: torch.Tensor | None
 ) -> torch.Tensor:
     """Derivative [b] of ``surrogate_sum`` by the log-ratios: -w A r where the unclipped term is the smaller, else 0."""
-    ratios = log_ratios.exp()
+    ratios = log_ratios.clamp(max=MAX_LOG_RATIO).exp_()
     gains = ratios * advantages
-    active = gains <= ratios.clamp_(1 - clip, 1 + clip).mul_(advantages)
+    active = (gains <= ratios.clamp_(1 - clip, 1 + clip).mul_(advantages)).logical_and_(log_ratios <= MAX_LOG_RATIO)
     gradient = gains.neg_().mul_(active)
     return gradient if weights is None else gradient.mul_(weights)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from learner.algorithms.ratio import MAX_LOG_RATIO
+
 
 def surrogate_sum(
     log_ratios: torch.Tensor, advantages: torch.Tensor, clip: float, weights: torch.Tensor | None = None
@@ -14,6 +16,8 @@ def surrogate_sum(
     """Clipped surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7), to be minimised.
 
         Σ w max(-A r, -A clamp(r, 1 - ε, 1 + ε))        r = exp(log_ratios)
+
+    Log-ratios beyond ``MAX_LOG_RATIO`` count as that, without a gradient: one wild sample leaves the sum finite.
 
     With weights it is the decoupled objective (Hilton et al. 2021, arXiv:2110.00641): r to the proximal policy, w the
     proximal policy's to the one that acted.
@@ -27,7 +31,7 @@ def surrogate_sum(
     Returns:
         The sum, and the number of samples whose ratio lies outside; both [].
     """
-    ratios = log_ratios.exp()
+    ratios = log_ratios.clamp(max=MAX_LOG_RATIO).exp()
     clipped = ratios.clamp(1 - clip, 1 + clip)
     gains = torch.minimum(ratios * advantages, clipped * advantages)
     outside = (ratios != clipped).sum()

@@ -31,6 +31,8 @@ class Counting:
         lazy: reset in the step after an end, as gymnasium's ``next_step``.
     """
 
+    can_reset = True
+
     def __init__(self, num_envs=3, tells=True, lazy=False, spaces=SPACES):
         self.num_envs, self.spaces, self.device = num_envs, spaces, torch.device("cpu")
         self.tells, self.lazy = tells, lazy

@@ -1,6 +1,6 @@
 """Seeds of processes and environments."""
 
-from actors.control.environments.seeds import batch_seed, environment_seeds, process_seed
+from actors.control.environments.seeds import batch_seed, environment_seeds, life_seed, process_seed
 
 
 def test_run_name_and_life_of_a_process_each_give_another_seed():
@@ -16,6 +16,12 @@ def test_run_name_and_life_of_a_process_each_give_another_seed():
 def test_names_and_salts_cannot_be_mistaken_for_each_other():
     assert process_seed(1, "actor1", 2) != process_seed(1, "actor", 12)
     assert process_seed(1, "1", 1) != process_seed(11, "", 1)
+
+
+def test_no_two_lives_of_a_process_have_the_same_seed_though_they_begin_at_one_step():
+    seeds = {life_seed(0, "actor0", step, life) for step in range(30) for life in range(5)}
+    assert len(seeds) == 30 * 5
+    assert life_seed(0, "actor0", 0, 0) == process_seed(0, "actor0")
 
 
 def test_the_same_arguments_give_the_same_seed_in_every_process():

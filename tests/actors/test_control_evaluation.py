@@ -52,6 +52,17 @@ def test_each_version_plays_the_same_starts():
     assert results[0] == results[1]
 
 
+def test_what_an_environment_that_cannot_be_reset_has_begun_before_does_not_count():
+    environment = Counting()
+    played = exam(environment, 2)
+    environment.reset(0)
+    environment.can_reset, environment.reset = False, lambda seed: environment._observe()  # it goes on where it stands
+    first, second = (played.examine(lambda: None).metrics for _ in range(2))
+    # the first exam ends in the middle of the episodes of two environments
+    assert first == second
+    assert first["return"] == pytest.approx(19 / 3)
+
+
 def test_actions_are_the_most_likely_ones():
     environment = Counting()
     config = control(policy={"init_std": 100.0})

@@ -9,7 +9,7 @@ from actors.control.worlds.grid import CLOSE, COLOURS, OPEN, STAY, WORDS, PickAn
 from async_rl.config import parse_control
 from async_rl.control.spaces import Observation
 
-RED, GREEN, BLUE, _ = COLOURS.values()
+RED, GREEN, BLUE = COLOURS.values()
 
 
 def table(gripper=(0, 0), blocks=((1, 0), (2, 0)), places=((3, 3), (0, 3)), **kwargs):
@@ -61,8 +61,7 @@ def test_all_scenes_have_distinct_cells_and_colours():
     cells = np.concatenate([env._gripper[:, None], env._block, env._place], 1)
     assert all(len({tuple(cell) for cell in scene}) == 7 for scene in cells)
     for colours in (env._block_colour, env._place_colour):
-        assert all(len(set(scene)) == 3 for scene in colours)
-        assert set(colours.flatten()) == {0, 1, 2, 3}
+        assert all(sorted(scene) == [0, 1, 2] for scene in colours)
     assert 0 <= cells.min() <= cells.max() == 2
 
 
@@ -206,8 +205,6 @@ def test_demonstrations_are_what_a_perfect_arm_does_in_many_situations():
     slipped = ~holds & ~closes  # it holds another block after a slip, and lets it go
     assert 0 < slipped.mean() < 0.1
     assert 0.2 < holds.mean() < 0.8
-    words = {WORDS[token] for token in shown["obs/instruction"].flatten()}
-    assert words == {"put", "on", "red block", "green block", "red place", "green place"}
     assert all((a == b).all() for a, b in zip(shown.values(), demonstrations(1500, 3, size=5).values(), strict=True))
     assert (shown["obs/state"] != demonstrations(1500, 4, size=5)["obs/state"]).any()
 
@@ -232,7 +229,7 @@ def test_the_run_makes_it_from_its_id_with_its_groups():
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"), [({"blocks": 5}, "4 colours"), ({"size": 2, "blocks": 2}, "do not fit")]
+    ("kwargs", "message"), [({"blocks": 4}, "3 colours"), ({"size": 2, "blocks": 2}, "do not fit")]
 )
 def test_a_table_that_cannot_be_is_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):

@@ -68,12 +68,24 @@ def test_a_sound_fragment_and_sound_episodes_are_accepted():
         ({"episode_returns": np.zeros((1, 1), np.float32)}, "bad_shape"),
         ({"episode_lengths": np.array([9.0], np.float32)}, "bad_shape"),
         ({"episode_returns": np.array([np.nan], np.float32)}, "not_finite"),
+        ({"episode_returns": np.zeros(9, np.float32), "episode_lengths": np.ones(9, np.int32)}, "wrong_episodes"),
+        ({"episode_returns": np.zeros(0, np.float32), "episode_lengths": np.ones(0, np.int32)}, "wrong_episodes"),
+        ({"episode_lengths": np.array([-9], np.int32)}, "wrong_episodes"),
+        ({"step_rewards": np.full((T, N), 1e20, np.float32)}, "too_large"),
+        ({"obs/policy": np.full((T, N, 4), -3e38, np.float32)}, "too_large"),
         ({"hidden/actor0": np.zeros((1, N, 4), np.float32)}, "unknown_array"),
         ({"obs/other": np.zeros((T, N, 4), np.float32)}, "unknown_array"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_with_its_reason(changes, reason):
     assert verdict(fragment(**changes)) == ("refused", reason)
+
+
+def test_episodes_of_a_group_are_told_for_each_of_its_trajectories():
+    for told, reason in ((2, ""), (1, "wrong_episodes"), (3, "wrong_episodes")):
+        group = episodes()
+        arrays = {"episode_returns": np.zeros(told, np.float32), "episode_lengths": np.ones(told, np.int32)}
+        assert verdict(replace(group, arrays={**group.arrays, **arrays}), GRPO)[1] == reason
 
 
 def test_a_ticket_holds_for_fragments_too():

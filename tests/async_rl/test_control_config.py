@@ -54,6 +54,10 @@ def test_another_domain_is_refused():
         ({"rnd": {"lr": 0.5}}, r"rnd\.lr"),
         ({"rnd": {"weight": 1.0, "final_step": 5}}, r"rnd\.final_step"),
         ({"amp": {"replay": 5}}, r"amp\.replay"),
+        (
+            {"amp": {"style_weight": 1.0, "task_weight": 0.0}, "algorithm": {"reward_scale": 2.0}},
+            r"algorithm\.reward_scale",
+        ),
         ({"symmetry": {"mirror_coef": 1.0}}, r"symmetry\.mirror_coef"),
         ({"learner": {"lr_schedule": "constant", "kl_target": 0.5}}, r"learner\.kl_target"),
         ({"episodes": {"tasks": 5}}, r"episodes\.tasks"),
@@ -79,6 +83,9 @@ def test_a_setting_without_effect_is_refused(sections, knob):
         ({"symmetry": {"function": "m:f"}}, "symmetry.augment"),
         ({"learner": {"lr_min": 0.1, "lr_max": 0.01}}, "lr_max"),
         ({"buffer": {"max_staleness": 0}, "algorithm": {"correction": "vtrace"}}, "there are none"),
+        ({"algorithm": {"epochs": 1, "minibatches": 1}}, "'constant' or 'linear'"),
+        ({"buffer": {"max_staleness": 1, "max_uses": 3}}, "at most 2 steps"),
+        ({"learner": {"betas": [0.9, 1.0]}}, r"learner\.betas"),
     ],
 )
 def test_what_contradicts_itself_is_refused_with_the_knob_to_change(sections, advice):

@@ -139,6 +139,14 @@ def test_groups_that_the_environment_lacks_are_named(tmp_path):
     control_checks.check_groups(control(observations={"critic": ["policy", "extra"]}), ARM)
 
 
+def test_a_deviation_is_refused_where_actions_are_choices():
+    choices = Spaces(observations={"policy": Observation((4,))}, action=Action(kind="discrete", size=1, choices=(2,)))
+    for setting in ({"std": "log"}, {"init_std": 0.5}):
+        with pytest.raises(ConfigError, match=rf"policy\.{next(iter(setting))} = .* has no effect"):
+            control_checks.check_deviation(control(policy=setting), choices)
+    control_checks.check_deviation(control(), choices)
+
+
 def test_files_that_are_not_there_are_found_before_a_process_starts(tmp_path):
     for config, named in (
         (control(amp={"style_weight": 1.0, "expert": "none.safetensors"}), "amp.expert = 'none.safetensors'"),

@@ -187,6 +187,13 @@ def test_gradients_flow_through_time_and_stop_at_an_episodes_begin(network):
         assert torch.equal(part.abs().sum((0, 2)) > 0, torch.arange(N) != 2)
 
 
+@pytest.mark.parametrize("network", ["gru", "lstm"])
+def test_recurrent_layers_compute_in_full_precision_on_every_device(network, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    actor_of(network=network)
+    assert not torch.backends.cudnn.allow_tf32
+
+
 def test_the_state_of_one_environment_is_reset_and_the_others_stay():
     state = (torch.ones(2, 3, 4), torch.full((2, 3, 4), 2.0))
     h, c = reset_state(state, torch.tensor([False, True, False]))
@@ -239,6 +246,19 @@ def test_a_deviation_that_training_made_negative_stays_positive():
     made = actor.distribution(actor.features(actor.observe(observations(N))))
     assert made.std.tolist() == pytest.approx([1e-6, 1e-6])
     assert math.isfinite(float(made.entropy()[0].detach()))
+
+
+@pytest.mark.parametrize(("std", "far"), [("scalar", -0.5), ("log", -20.0), ("state", -20.0)])
+def test_a_deviation_that_has_left_its_bounds_is_trained_on(std, far):
+    actor = actor_of(std=std)
+    trained = {"scalar": "std", "log": "log_std", "state": "head.bias"}[std]
+    parameter = dict(actor.named_parameters())[trained]
+    with torch.no_grad():
+        parameter[-2:].fill_(far)
+    made = actor.distribution(actor.features(actor.observe(observations(N))))
+    assert made.std.amax().item() == pytest.approx(1e-6)
+    made.entropy().sum().backward()
+    assert (parameter.grad[-2:] > 0).all()  # a bonus for entropy leads back
 
 
 def test_a_separate_critic_has_its_own_groups_widths_and_statistics():

@@ -87,6 +87,15 @@ def test_hostile_groups_are_refused_counted_and_their_tickets_given_again(stage)
     assert actor.submit(filled(ticket))[0][2] == "accepted"
 
 
+def test_each_process_that_takes_a_name_is_told_how_many_had_it_before(stage):
+    server, settings, _ = stage
+    lives = []
+    for pid in (11, 11, 12, 13):
+        with Raw(server.address) as raw:
+            lives.append(raw.ask(hello(settings, name="actor0", pid=pid))["life"])
+    assert lives == [0, 0, 1, 2]  # the second is the first one again, whose connection broke
+
+
 def test_other_environments_and_scorers_are_turned_away_with_a_sentence(stage):
     server, settings, _ = stage
     other = control_config(env={"id": "gymnasium:Other-v0"})

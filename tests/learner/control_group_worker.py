@@ -29,14 +29,19 @@ def main() -> None:
 
 def run(group: LearnerGroup, out: Path) -> dict[str, Any]:
     """One update with RND, then fifty with RND and AMP, as this rank of the group."""
-    once, _ = train(group, steps=1, algorithm={"epochs": 1, "minibatches": 1}, rnd={"weight": 0.5})
+    constant = {"lr_schedule": "constant"}
+    once, _ = train(group, steps=1, algorithm={"epochs": 1, "minibatches": 1}, rnd={"weight": 0.5}, learner=constant)
     expert = out / f"expert{group.world}.{group.rank}"
     generator = torch.Generator().manual_seed(5)
     save_file({name: torch.randn(50, SIZE, generator=generator) for name in ("states", "next_states")}, expert)
     amp = {"style_weight": 0.5, "expert": str(expert), "hidden": [16]}
     many, metrics = train(group, steps=STEPS, algorithm={"epochs": 5, "minibatches": 2}, rnd={"weight": 0.5}, amp=amp)
     recurrent, _ = train(
-        group, steps=1, algorithm={"epochs": 1, "minibatches": 1}, policy={"network": "gru", "rnn_hidden": 8}
+        group,
+        steps=1,
+        algorithm={"epochs": 1, "minibatches": 1},
+        policy={"network": "gru", "rnn_hidden": 8},
+        learner=constant,
     )
     group.check_equal(many.flat)
     return {
@@ -51,7 +56,8 @@ def run(group: LearnerGroup, out: Path) -> dict[str, Any]:
 
 def train(group: LearnerGroup, steps: int, **sections: dict[str, Any]) -> tuple[ControlDomain, dict[str, Any]]:
     sections["policy"] = {"normalize": True, **sections.get("policy", {})}
-    config = control_config(buffer={"groups_per_step": FRAGMENTS}, learner={"ranks": group.world}, **sections)
+    sections["learner"] = {"ranks": group.world, **sections.get("learner", {})}
+    config = control_config(buffer={"groups_per_step": FRAGMENTS}, **sections)
     domain, method = build_domain(config, continuous(), group, seed=group.rank)  # rank 0's networks must win
     group.broadcast_flat(domain.flat)
     metrics: dict[str, Any] = {}

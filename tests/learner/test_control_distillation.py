@@ -224,6 +224,19 @@ def test_other_log_probabilities_for_the_same_weights_end_the_run(tmp_path):
         method.prepare([group], 0)
 
 
+def test_groups_in_another_order_or_not_named_are_not_given_to_a_teacher(tmp_path):
+    spaces = make_spaces(policy=3, state=3)
+    save_teacher(tmp_path, spaces, observations={"actor": ["state", "policy"]})
+    both = {"actor": ["policy"], "teacher": ["policy", "state"]}
+    with pytest.raises(ConfigError, match=r"reads the groups \['state', 'policy'\], .* \['policy', 'state'\]"):
+        load_teacher(student_config(tmp_path, observations=both), spaces)
+    load_teacher(student_config(tmp_path, observations=both | {"teacher": ["state", "policy"]}), spaces)
+    save_teacher(tmp_path, spaces, observations={"actor": ["state"]})
+    with pytest.raises(ConfigError, match=r"set observations\.teacher"):
+        load_teacher(student_config(tmp_path), spaces)  # "policy" has as many numbers
+    load_teacher(student_config(tmp_path, observations={"teacher": ["policy"]}), spaces)
+
+
 def test_a_teacher_that_cannot_be_used_is_refused(tmp_path):
     spaces = make_spaces(policy=3)
     with pytest.raises(ConfigError, match="neither the folder"):

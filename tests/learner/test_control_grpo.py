@@ -320,6 +320,49 @@ def test_demonstrations_teach_the_policy_before_the_first_step():
     assert all(p.grad is None for p in actor.parameters())
 
 
+def far_away(count, seed, **kwargs):
+    """Numbers far from 0; the right action is which of the first three is the largest."""
+    rng = np.random.default_rng(seed)
+    largest = rng.integers(0, 3, count)
+    obs = 50 + 10 * np.eye(4, dtype=np.float32)[largest] + rng.normal(0, 0.5, (count, 4)).astype(np.float32)
+    return {"obs/policy": obs, "actions": np.stack([largest, largest % 2], 1).astype(np.int32)}
+
+
+def test_the_first_steps_statistics_do_not_undo_what_demonstrations_taught():
+    sections = {"demonstrations": f"{__name__}:far_away", "demonstration_updates": 60}
+    config = settings(MLP, policy={"normalize": True, "hidden": [32]}, episodes=sections, learner={"lr": 1e-6})
+    domain, method = build_domain(config, MLP)
+    actor = method.modules["policy"]
+    shown = {name: torch.from_numpy(array) for name, array in far_away(300, 9).items()}
+
+    def share_right():
+        with torch.no_grad():
+            found = actor.distribution(actor.features(shown["obs/policy"])).mode()
+        return (found == shown["actions"]).all(1).float().mean().item()
+
+    assert actor.normalizer.count == 60 * 256
+    assert share_right() > 0.95
+    played = episodes(method, MLP)
+    obs = far_away(6, 3)["obs/policy"]
+    with torch.no_grad():
+        distribution = actor.distribution(actor.features(torch.from_numpy(obs)))
+        logprobs = distribution.log_prob_parts(torch.from_numpy(played.arrays["actions"]).long()).numpy()
+    domain.train_groups([with_arrays(played, **{"obs/policy": obs}, logprobs=logprobs)], 0)
+    assert share_right() > 0.95
+
+
+def test_imitation_ends_once_the_demonstrated_actions_are_likely_enough(monkeypatch):
+    made = []
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: made.append(1) or step(self))
+    torch.manual_seed(0)
+    actor = Grpo(settings(VLA), VLA, alone()).modules["policy"]
+    config = demonstrated("echo", updates=30)
+    enough = config.episodes.model_copy(update={"demonstration_loss": 100.0})  # it is below that from the start
+    imitate(actor, config.model_copy(update={"episodes": enough}), VLA)
+    assert len(made) == 8  # as many as the mean is taken over
+
+
 def test_a_number_of_updates_without_demonstrations_is_refused():
     with pytest.raises(ConfigError, match="demonstration_updates = 7 has no effect"):
         settings(VLA, episodes={"demonstration_updates": 7})

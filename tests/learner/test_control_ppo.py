@@ -14,6 +14,7 @@ from torch import nn
 from async_rl.control.networks import make_activation
 from async_rl.errors import AsyncRLError
 from learner.control.fused import BLOCK, FusedMlp
+from learner.control.loss_gradients import surrogate_gradient
 from learner.control.losses import surrogate_sum, value_sum
 from learner.control.rollout import stack_fragments
 from learner.control.splits import split_environments, split_samples, step_generator
@@ -37,6 +38,18 @@ def test_surrogate_is_clipped_where_it_would_gain():
     assert surrogate_sum(ratios.log(), advantages, 0.2, weights)[0].item() == pytest.approx(
         -(2 * 1.2 - 1.5 - 0.8 + 0.5 * 2.2)
     )
+
+
+def test_a_wild_sample_leaves_loss_and_gradient_of_the_others_alone():
+    ratios = torch.tensor([1.1, 1.1, 1.1]).log()
+    wild = torch.cat((ratios, torch.tensor([200.0, 200.0, -200.0]))).requires_grad_()
+    advantages = torch.tensor([2.0, -1.0, 3.0, 1.0, -1.0, 1.0])
+    total, _ = surrogate_sum(wild, advantages, 0.2)
+    total.backward()
+    assert math.isfinite(total.item())
+    assert wild.grad.tolist() == pytest.approx([-2.2, 1.1, -3.3, 0.0, 0.0, 0.0])
+    by_hand = surrogate_gradient(wild.detach(), advantages, 0.2, None)
+    assert by_hand.tolist() == pytest.approx(wild.grad.tolist())
 
 
 def test_value_loss_is_the_larger_of_the_squares_with_and_without_the_clip():

@@ -47,6 +47,8 @@ class Environment(Protocol):
     spaces: Spaces
     device: torch.device
     """Of observations, rewards and flags."""
+    can_reset: bool
+    """Whether :meth:`reset` begins anew; else it only looks where the environments stand."""
 
     def reset(self, seed: int) -> Observations:
         """Start every environment anew, each with a seed of its own that follows from ``seed``."""

@@ -37,6 +37,8 @@ class GymnasiumEnvironment:
         ConfigError: a space or an autoreset mode that is not supported.
     """
 
+    can_reset = True
+
     def __init__(
         self,
         env: VectorEnv[Any, Any, Any],

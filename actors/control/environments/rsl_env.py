@@ -49,6 +49,7 @@ class RslEnvironment:
     def __init__(self, env: Any, name: str) -> None:
         self._env, self._name, self._what = env, name, type(env).__name__
         self.num_envs = int(env.num_envs)
+        self.can_reset = callable(getattr(env, "reset", None))
         first = _groups(env.get_observations())
         for group, values in first.items():
             if not isinstance(values, torch.Tensor) or values.ndim < 2 or len(values) != self.num_envs:

@@ -25,6 +25,18 @@ def process_seed(seed: int, name: str, salt: int | str = 0) -> int:
     return int.from_bytes(digest[:8], "little") >> 2
 
 
+def life_seed(seed: int, name: str, next_step: int, life: int) -> int:
+    """Seed of one life of a process, so that neither a resumed run nor a restarted process repeats what it did.
+
+    Args:
+        seed: of the run.
+        name: of the process.
+        next_step: that the learner trained when this life began.
+        life: processes that had the name before, since the server started: several may begin at one step.
+    """
+    return process_seed(seed, name, f"{next_step}+{life}" if life else next_step)
+
+
 def environment_seeds(seed: int, num_envs: int) -> list[int]:
     """Seeds of the environments of one process, all different.
 

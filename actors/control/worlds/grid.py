@@ -1,7 +1,7 @@
 """A small table seen from above: an arm puts the named block on the named place.
 
     "put  red block  on  blue place"     ┌───┬───┬───┬───┐   ▒ places    ■ blocks    ⌐ ¬ gripper
-     0    2          1   8               │   │ ▒ │   │ ■ │
+     0    2          1   7               │   │ ▒ │   │ ■ │
                                          ├───┼───┼───┼───┤   a step: reach over the cell (column, row), then the gripper
                                          │⌐ ¬│   │ ■ │ ▒ │   stays as it is, closes (takes the block below) or opens
                                          └───┴───┴───┴───┘   (lets it go)
@@ -27,7 +27,7 @@ Bools = npt.NDArray[np.bool_]
 
 CELL = 4
 """Pixels of a cell's side."""
-COLOURS = {"red": (240, 50, 40), "green": (40, 220, 60), "blue": (60, 90, 250), "yellow": (250, 220, 40)}
+COLOURS = {"red": (240, 50, 40), "green": (40, 220, 60), "blue": (60, 90, 250)}
 WORDS = ("put", "on", *(f"{colour} {what}" for what in ("block", "place") for colour in COLOURS))
 """The vocabulary; a token is a position in it."""
 PUT, ON, BLOCK, PLACE = 0, 1, 2, 2 + len(COLOURS)
@@ -41,8 +41,6 @@ _WHITE = np.array([255, 255, 255], np.uint8)
 _ZOOM = 16
 _DEMONSTRATED = 256
 """Tables on which it is shown how to do it."""
-_SHOWN_COLOURS = 2
-"""Demonstrations name blocks and places of the first so many colours only."""
 
 
 class PickAndPlace(VectorEnv):  # type: ignore[type-arg]
@@ -205,8 +203,6 @@ class PickAndPlace(VectorEnv):  # type: ignore[type-arg]
 def demonstrations(count: int, seed: int, **kwargs: Any) -> dict[str, npt.NDArray[Any]]:
     """What a perfect arm does, also where a clumsy one has left things: every fifth action is a random one instead.
 
-    Half of the words occur in none of the instructions: what they mean is left to reinforcement learning.
-
     Args:
         count: steps.
         seed: of scenes and slips.
@@ -219,8 +215,7 @@ def demonstrations(count: int, seed: int, **kwargs: Any) -> dict[str, npt.NDArra
     seen, _ = env.reset(seed=seed)
     steps: list[dict[str, npt.NDArray[Any]]] = []
     while sum(len(step["actions"]) for step in steps) < count:
-        named = np.maximum(env._block_colour[:, 0], env._place_colour[:, 0])
-        actions, acts = env.perfect_actions(), ~env._ended & (named < _SHOWN_COLOURS)
+        actions, acts = env.perfect_actions(), ~env._ended
         steps.append({f"obs/{name}": array[acts] for name, array in seen.items()} | {"actions": actions[acts]})
         slips = rng.random((_DEMONSTRATED, 1)) < 1 / 5
         seen, *_ = env.step(np.where(slips, rng.integers(0, env.choices, actions.shape), actions))
