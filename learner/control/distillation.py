@@ -35,7 +35,7 @@ from learner.control.agreement import Agreement, difference_sums
 from learner.control.method import Batch, Sums, Totals
 from learner.control.parts import inputs_of
 from learner.control.rollout import Rollout, stack_fragments
-from learner.control.splits import Share, sizes, split_environments, split_samples, step_generator
+from learner.control.splits import Share, filled, sizes, split_environments, split_samples, step_generator
 from learner.control.start import hidden_state, in_chunks
 from learner.control.step_sums import acting_facts, step_sums
 from learner.control.tally import sum_together
@@ -118,7 +118,7 @@ class Distillation:
         if isinstance(self._student.normalizer, Normalizer):
             parts["moments"] = self._student.normalizer.moments(x, rollout.acted)
         totals = sum_together(self._group, parts)
-        counts = totals["counts"].tolist()
+        counts = filled(totals["counts"])
         return Batch(
             data=DistillationData(rollout=rollout, moments=totals.get("moments")),
             updates=[

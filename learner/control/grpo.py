@@ -32,7 +32,7 @@ from learner.control.agreement import Agreement
 from learner.control.demonstrations import imitate
 from learner.control.judging import Inputs, judge, judge_all, rows_of
 from learner.control.method import Batch, Sums, Totals
-from learner.control.splits import sizes, split_samples, step_generator
+from learner.control.splits import filled, sizes, split_samples, step_generator
 from learner.control.tally import sum_together
 from learner.group import LearnerGroup
 
@@ -129,7 +129,7 @@ class Grpo:
         amount = float(totals["counts"].sum())
         parts = [
             Part(samples[share.index], max(1, int(count)))
-            for share, count in zip(shares, totals["counts"].tolist(), strict=True)
+            for share, count in zip(shares, filled(totals["counts"]), strict=True)
         ]
         return Batch(
             data=totals["moments"],

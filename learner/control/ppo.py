@@ -28,7 +28,7 @@ from learner.control.method import Batch, Sums, Totals
 from learner.control.parts import Part, Samples, make_parts
 from learner.control.returns import generalized_advantages, vtrace
 from learner.control.rollout import Rollout, stack_fragments
-from learner.control.splits import Share, sizes, split_environments, split_samples, step_generator
+from learner.control.splits import Share, filled, sizes, split_environments, split_samples, step_generator
 from learner.control.start import StepStart, look
 from learner.control.step_sums import fit, moments, normalized, step_facts, step_sums
 from learner.control.tally import sum_together
@@ -120,7 +120,7 @@ class Ppo:
                 rollout=rollout,
                 moments={n.removesuffix(" moments"): t for n, t in totals.items() if n.endswith(" moments")},
             ),
-            updates=self._parts(rollout, start, advantages, returns, shares, totals["counts"].tolist())
+            updates=self._parts(rollout, start, advantages, returns, shares, filled(totals["counts"]))
             * self._algorithm.epochs,
             amount=amount,
             facts=self._agreement.judge(totals["difference"], step)

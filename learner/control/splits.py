@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from async_rl.errors import AsyncRLError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
@@ -52,3 +54,18 @@ def split_environments(acted: torch.Tensor, num_parts: int, generator: torch.Gen
 def sizes(shares: Sequence[Share]) -> torch.Tensor:
     """Samples of each, float64 [len(shares)]."""
     return torch.tensor([len(share.index) for share in shares], dtype=torch.float64)
+
+
+def filled(counts: torch.Tensor) -> list[float]:
+    """The samples of each mini-batch over all ranks, of which none is empty.
+
+    Raises:
+        AsyncRLError: an update would have nothing to learn from, and would move the parameters all the same.
+    """
+    found: list[float] = counts.tolist()
+    if min(found) < 1:
+        raise AsyncRLError(
+            f"{sum(found):.0f} samples do not fill {len(found)} mini-batches: lower algorithm.minibatches, or raise "
+            "env.num_envs, env.horizon or buffer.groups_per_step"
+        )
+    return found

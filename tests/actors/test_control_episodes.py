@@ -196,7 +196,7 @@ def control_with_seed(seed):
 
 
 def test_a_greedy_policy_takes_the_likeliest_parts():
-    environment, collector = make(greedy=True)
+    _, collector = make(greedy=True)
     group = gather(collector)
     actor = policy_of(settings(), SPACES).actor
     with torch.no_grad():

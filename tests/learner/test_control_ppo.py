@@ -17,7 +17,7 @@ from learner.control.fused import BLOCK, FusedMlp
 from learner.control.loss_gradients import surrogate_gradient
 from learner.control.losses import surrogate_sum, value_sum
 from learner.control.rollout import stack_fragments
-from learner.control.splits import split_environments, split_samples, step_generator
+from learner.control.splits import filled, split_environments, split_samples, step_generator
 from learner.control.start import look
 from learner.control.step_sums import moments, normalized
 
@@ -291,3 +291,9 @@ def test_normalisers_take_in_what_acted_after_the_updates():
         assert torch.allclose(normalizer.var, seen.var(0, correction=0), atol=1e-4)
         assert normalizer.count == len(seen)
         assert normalizer.mean.shape == (SIZE,)
+
+
+def test_a_mini_batch_without_a_sample_ends_the_run_with_the_knob_to_change():
+    assert filled(torch.tensor([3.0, 2.0])) == [3.0, 2.0]
+    with pytest.raises(AsyncRLError, match=r"2 samples do not fill 3 mini-batches: lower algorithm\.minibatches"):
+        filled(torch.tensor([1.0, 1.0, 0.0]))
