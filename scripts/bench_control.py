@@ -13,8 +13,7 @@ Definitions, the same for both:
 * steps/s: environment steps between the first iteration after `warmup` ones and the last, over the wall-clock between;
 * steps per CPU second: the same steps over what all processes of the run used meanwhile, user and system, from /proc;
 * seconds to the goal: from the moment at which the first environment steps are asked for (imports and process starts
-  lie before it) until the mean return of the episodes that ended reaches it: of the latest ones, at least 100, those of
-  one iteration together.
+  lie before it) to the end of the iteration in which the mean return of the last 100 episodes has reached it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,7 +35,6 @@ import typer
 GOALS = {"cartpole": 475.0, "pendulum": -250.0}
 GAMMAS = {"cartpole": 0.99, "pendulum": 0.95}
 CLASSES = {"cartpole": "cartpole:BatchedCartPole", "pendulum": "pendulum:BatchedPendulum"}
-WINDOW = 100
 SAMPLE_S = 0.2
 DEADLINE_S = 900.0
 ROOT = Path(__file__).resolve().parent.parent
@@ -163,27 +160,8 @@ def run_rsl_rl(world: str, seed: int, plan: Plan, folder: Path, python: str) -> 
     command = [python, str(ROOT / "scripts/bench_rsl_rl.py"), json.dumps(spec), str(rows_file)]
     began, meter = watch(command, folder / "log.txt")
     lines = [json.loads(line) for line in rows_file.read_text().splitlines()]
-    means = running_means([(line["episodes"], line["return_sum"]) for line in lines])
-    rows = [Row(line["time"], line["steps"], mean) for line, mean in zip(lines, means, strict=True)]
+    rows = [Row(line["time"], line["steps"], line["mean_return"]) for line in lines]
     return figures("rsl_rl", world, seed, rows, plan, began, meter)
-
-
-def running_means(sums: Sequence[tuple[int, float]]) -> list[float | None]:
-    """Mean return of the latest episodes after each iteration, as our learner has it (``episode/return``).
-
-    Args:
-        sums: of each iteration, the episodes that ended and the sum of their returns.
-    """
-    window: deque[tuple[int, float]] = deque()
-    means: list[float | None] = []
-    for count, total in sums:
-        if count:
-            window.append((count, total))
-        while window and sum(c for c, _ in window) - window[0][0] >= WINDOW:
-            window.popleft()
-        episodes = sum(c for c, _ in window)
-        means.append(sum(t for _, t in window) / episodes if episodes else None)
-    return means
 
 
 def run_ours(world: str, seed: int, plan: Plan, folder: Path, settings: Sequence[str], actors: int) -> Figures:

@@ -4,7 +4,7 @@
 
 Runs in any environment that has ``rsl-rl-lib``; of this project it imports the worlds alone, which need torch and
 numpy. A line is written at the start and after each iteration: ``time`` (epoch seconds), ``steps`` (of environments, so
-far), ``episodes`` that ended in the iteration and ``return_sum``, the sum of their returns.
+far) and ``mean_return`` of the last 100 episodes, null before the first one ended.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class World(VecEnv):
         self.num_envs, self.num_actions, self.device, self.cfg = world.num_envs, world.num_actions, "cpu", {}
         self.max_episode_length = world.max_episode_length
         self._returns = torch.zeros(self.num_envs)
-        self._episodes, self._return_sum = 0, 0.0
+        self._last: deque[float] = deque(maxlen=100)
 
     @property
     def episode_length_buf(self) -> torch.Tensor:
@@ -58,17 +59,14 @@ class World(VecEnv):
         observations, rewards, dones, extras = self._world.step(actions)
         self._returns += rewards
         if dones.any():
-            self._return_sum += float(self._returns[dones].sum())
-            self._episodes += int(dones.sum())
+            self._last.extend(self._returns[dones].tolist())
             self._returns[dones] = 0
         time_outs = {"time_outs": extras["time_outs"].float()}
         return TensorDict(observations, batch_size=[self.num_envs]), rewards, dones.float(), time_outs
 
-    def take_sums(self) -> dict[str, float]:
-        """Episodes that ended since the last call, and the sum of their returns."""
-        sums = {"episodes": self._episodes, "return_sum": self._return_sum}
-        self._episodes, self._return_sum = 0, 0.0
-        return sums
+    def mean_return(self) -> float | None:
+        """Over the last 100 episodes; None before the first one ended."""
+        return sum(self._last) / len(self._last) if self._last else None
 
 
 def main() -> None:
@@ -86,7 +84,8 @@ def main() -> None:
 
         def write(iterations: int) -> None:
             steps = iterations * plan["num_envs"] * plan["horizon"]
-            rows.write(json.dumps({"time": time.time(), "steps": steps, **world.take_sums()}) + "\n")
+            row = {"time": time.time(), "steps": steps, "mean_return": world.mean_return()}
+            rows.write(json.dumps(row) + "\n")
 
         def log(it: int, **_: Any) -> None:
             write(it + 1)

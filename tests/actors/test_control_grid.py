@@ -78,6 +78,12 @@ def test_the_gripper_takes_what_lies_below_and_carries_it():
     assert after_carry[0]["state"][0].tolist() == [2, 2, 2, 2, 3, 3, 1]
 
 
+def test_the_arm_feels_where_it_is_and_whether_it_holds_any_block():
+    outcomes = play(table(), (2, 3, STAY), (2, 0, CLOSE), (1, 1, OPEN))
+    felt = [outcome[0]["arm"][0].tolist() for outcome in outcomes]
+    assert felt == [pytest.approx([2 / 3, 1, 0]), pytest.approx([2 / 3, 0, 1]), pytest.approx([1 / 3, 1 / 3, 0])]
+
+
 def test_a_block_is_not_let_go_onto_another():
     env = table()
     *_, refused, free = play(env, (1, 0, CLOSE), (2, 0, OPEN), (3, 1, OPEN))
@@ -220,7 +226,7 @@ def test_the_run_makes_it_from_its_id_with_its_groups():
     )
     env = make_environment(config, 4, 0, "actor0")
     groups = {"image": Observation((20, 20, 3), "uint8"), "instruction": Observation((4,), "int32")}
-    assert env.spaces.observations == groups | {"state": Observation((7,))}
+    assert env.spaces.observations == groups | {"arm": Observation((3,)), "state": Observation((7,))}
     assert (env.spaces.action.choices, env.spaces.max_episode_steps) == ((5, 5, 3), 7)
     alike = env.reset_alike(11)
     assert all(torch.equal(array, array[:1].expand_as(array)) for array in alike.values())

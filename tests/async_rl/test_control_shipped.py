@@ -52,7 +52,7 @@ def test_the_shipped_expert_runs_as_far_as_a_good_gait_does():
     expert = load_expert(config.amp.expert, 17, torch.device("cpu"))
     assert len(expert) == 4000
     speed = expert.states[:, 8]  # of the body, along the ground, m/s: what HalfCheetah is rewarded for
-    assert 5 < float(speed.mean()) < 10
+    assert 4 < float(speed.mean()) < 10
     # pairs within one episode: what follows is the state of four rows on, as four cheetahs were recorded side by side
     torch.testing.assert_close(expert.next_states[:-4], expert.states[4:])
 

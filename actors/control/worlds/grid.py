@@ -46,9 +46,10 @@ _DEMONSTRATED = 256
 class PickAndPlace(VectorEnv):  # type: ignore[type-arg]
     """N tables that step together.
 
-    Observation groups: ``image`` uint8 [H, W, 3]; ``instruction`` int32 [4]; ``state`` float32 [7], which is meant for
-    judges: gripper, named block and its place, each (column, row), and 1 while the gripper holds that block.
-    Actions: ``size``, ``size`` and 3 choices.
+    Observation groups: ``image`` uint8 [H, W, 3]; ``instruction`` int32 [4]; ``arm`` float32 [3], what the arm feels:
+    column and row, 0 to 1, and whether the gripper holds something; ``state`` float32 [7], which is meant for judges:
+    gripper, named block and its place, each (column, row), and 1 while the gripper holds that block. Actions: ``size``,
+    ``size`` and 3 choices.
 
     Args:
         num_envs: N.
@@ -80,6 +81,7 @@ class PickAndPlace(VectorEnv):  # type: ignore[type-arg]
             {
                 "image": gymnasium.spaces.Box(0, 255, (side, side, 3), np.uint8),
                 "instruction": gymnasium.spaces.Box(0, len(WORDS) - 1, (4,), np.int32),
+                "arm": gymnasium.spaces.Box(0, 1, (3,), np.float32),
                 "state": gymnasium.spaces.Box(0, max(1, size - 1), (7,), np.float32),
             }
         )
@@ -172,7 +174,8 @@ class PickAndPlace(VectorEnv):  # type: ignore[type-arg]
         words[:, 3] = PLACE + self._place_colour[:, 0]
         holds = (self._held == 0)[:, None]
         state = np.concatenate([self._gripper, self._block[:, 0], self._place[:, 0], holds], 1, dtype=np.float32)
-        return {"image": self._image(), "instruction": words, "state": state}
+        arm = np.column_stack([self._gripper / max(1, self._size - 1), self._held != NO_BLOCK]).astype(np.float32)
+        return {"image": self._image(), "instruction": words, "arm": arm, "state": state}
 
     def _image(self) -> npt.NDArray[np.uint8]:
         """Pictures [N, H, W, 3]: a place fills its cell, a block is the middle of one, the gripper its corners."""
