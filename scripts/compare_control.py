@@ -34,8 +34,8 @@ class Run:
     label: str
     seed: int
     status: str
-    curve: list[tuple[int, float]]
-    """Environment steps, and the evaluated metric at them."""
+    curve: list[tuple[int, int, float]]
+    """Evaluated version, environment steps trained by then, and the metric."""
     wall_s: float
     env_steps: int
     """Trained in all."""
@@ -95,7 +95,7 @@ def read(folder: Path, label: str, seed: int, metric: str) -> Run:
         label=label,
         seed=seed,
         status=summary["status"],
-        curve=[(trained.get(int(e["version"]), 0), float(e["metrics"][metric])) for e in evals],
+        curve=[(int(e["version"]), trained.get(int(e["version"]), 0), float(e["metrics"][metric])) for e in evals],
         wall_s=summary["wall_s"],
         env_steps=max(trained.values(), default=0),
         env_steps_per_s=summary["throughput"]["env_steps_per_s"],
@@ -115,8 +115,8 @@ def table(runs: Sequence[Run]) -> str:
         rates = [r.env_steps_per_s for r in mine if r.env_steps_per_s is not None]
         rate = f"{statistics.median(rates):,.0f}" if rates else "–"
         lines.append(
-            f"| {label} | {_join(_short(r.curve[0][1]) for r in mine if r.curve)} "
-            f"| {_join(_short(r.curve[-1][1]) for r in mine if r.curve)} "
+            f"| {label} | {_join(_short(r.curve[0][2]) for r in mine if r.curve)} "
+            f"| {_join(_short(r.curve[-1][2]) for r in mine if r.curve)} "
             f"| {statistics.median(r.env_steps for r in mine):,.0f} | {rate} "
             f"| {statistics.median(r.wall_s for r in mine):.0f} | {max(r.largest_age for r in mine)} |"
         )
@@ -127,10 +127,13 @@ def curves(runs: Sequence[Run]) -> str:
     """Markdown: the median over the seeds at some of the evaluated versions, with the lowest and highest seed."""
     lines = ["| run | evaluated at (thousand steps): median over seeds (lowest to highest) |", "|---|---|"]
     for label in dict.fromkeys(r.label for r in runs):
-        mine = [dict(r.curve) for r in runs if r.label == label and r.curve]
+        mine = [{v: (steps, value) for v, steps, value in r.curve} for r in runs if r.label == label and r.curve]
         shared = sorted(set.intersection(*(set(c) for c in mine))) if mine else []
         shown = shared[:: max(1, len(shared) // _POINTS)]
-        points = [f"{at / 1000:,.0f}: {_spread([c[at] for c in mine])}" for at in dict.fromkeys([*shown, *shared[-1:]])]
+        points = [
+            f"{statistics.median(c[version][0] for c in mine) / 1000:,.0f}: {_spread([c[version][1] for c in mine])}"
+            for version in dict.fromkeys([*shown, *shared[-1:]])
+        ]
         lines.append(f"| {label} | {', '.join(points)} |")
     return "\n".join(lines)
 

@@ -31,10 +31,6 @@ _HEAD = 16
 """Width of an attention head."""
 _WIDER = 2
 """Inner width of a layer's MLP, in widths."""
-_SHARPER = 3.0
-"""Queries and keys begin so much larger than in torch's linear layers: attention that is nearly uniform at first needs
-two to three times as many updates to find out which patch a word speaks of."""
-
 Past = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values [B, heads, P, width / heads] of the prefix in each layer."""
 
@@ -188,9 +184,6 @@ class _Layer(nn.Module):
         self.mlp = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, _WIDER * width), nn.GELU(), nn.Linear(_WIDER * width, width)
         )
-        with torch.no_grad():
-            self.query.weight.mul_(_SHARPER)
-            self.key_value.weight[:width].mul_(_SHARPER)
 
     def keys_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of tokens [B, S, width]: [B, heads, S, width / heads] each."""

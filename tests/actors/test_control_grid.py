@@ -199,18 +199,17 @@ def test_hovering_over_the_block_before_the_first_step_is_worth_nothing():
     assert reward({"rewards": np.zeros(1), "obs/state": seen[None], "final_obs/state": outcome[0]["state"][0]}) == 0
 
 
-def test_demonstrations_are_what_a_perfect_arm_does_in_many_situations():
+def test_demonstrations_show_where_to_reach_and_nothing_about_the_gripper():
     shown = demonstrations(1500, 3, size=5)
-    state, acts = shown["obs/state"], shown["actions"]
+    state, arm, acts = shown["obs/state"], shown["obs/arm"], shown["actions"]
     assert shown["obs/image"].shape == (1500, 20, 20, 3)
     assert (acts.dtype, acts.shape) == (np.int32, (1500, 3))
-    holds = state[:, 6] > 0
-    assert (acts[holds] == np.column_stack([state[holds][:, 4:6], np.full(holds.sum(), OPEN)])).all()
-    closes = acts[:, 2] == CLOSE
-    assert (acts[closes, :2] == state[closes, 2:4]).all()
-    slipped = ~holds & ~closes  # it holds another block after a slip, and lets it go
-    assert 0 < slipped.mean() < 0.1
-    assert 0.2 < holds.mean() < 0.8
+    carries, empty = state[:, 6] > 0, arm[:, 2] == 0
+    assert (acts[carries, :2] == state[carries, 4:6]).all()
+    assert (acts[empty, :2] == state[empty, 2:4]).all()
+    assert 0 < (~carries & ~empty).mean() < 0.1  # slips have left another block in the gripper
+    assert 0.2 < carries.mean() < 0.8
+    assert all(abs((acts[rows, 2] == choice).mean() - 1 / 3) < 0.1 for rows in (carries, empty) for choice in range(3))
     assert all((a == b).all() for a, b in zip(shown.values(), demonstrations(1500, 3, size=5).values(), strict=True))
     assert (shown["obs/state"] != demonstrations(1500, 4, size=5)["obs/state"]).any()
 

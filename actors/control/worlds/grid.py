@@ -100,7 +100,8 @@ class PickAndPlace(VectorEnv):  # type: ignore[type-arg]
         self._place_colour = np.zeros((num_envs, blocks), np.int64)
         self._held = np.full(num_envs, NO_BLOCK)
         self._steps = np.zeros(num_envs, np.int64)
-        self._ended = np.zeros(num_envs, np.bool_)
+        self.ended = np.zeros(num_envs, np.bool_)
+        """bool [N]: the next step only starts a new episode."""
         self._draw(self._rows, self._rng)
 
     def reset(
@@ -119,13 +120,13 @@ class PickAndPlace(VectorEnv):  # type: ignore[type-arg]
         self, actions: npt.NDArray[Any]
     ) -> tuple[dict[str, npt.NDArray[Any]], npt.NDArray[np.float32], Bools, Bools, dict[str, Any]]:
         """Reach, then use the gripper; tables whose episode has ended start a new one instead."""
-        fresh = np.flatnonzero(self._ended)
-        active = ~self._ended
+        fresh = np.flatnonzero(self.ended)
+        active = ~self.ended
         self._gripper = np.where(active[:, None], np.asarray(actions, np.int64)[:, :2], self._gripper)
         solved = self._grip(np.where(active, actions[:, 2], STAY))
         self._steps += 1
         truncated = active & ~solved & (self._steps >= self.max_episode_steps)
-        self._ended = solved | truncated
+        self.ended = solved | truncated
         if len(fresh):
             self._draw(fresh, self._rng)
         return self._observe(), solved.astype(np.float32), solved, truncated, {}
@@ -154,7 +155,7 @@ class PickAndPlace(VectorEnv):  # type: ignore[type-arg]
         self._place[rows] = where[:, 1 + self._blocks :]
         for colour in (self._block_colour, self._place_colour):
             colour[rows] = rng.random((count, len(COLOURS))).argsort(1)[:, : self._blocks]
-        self._held[rows], self._steps[rows], self._ended[rows] = NO_BLOCK, 0, False
+        self._held[rows], self._steps[rows], self.ended[rows] = NO_BLOCK, 0, False
 
     def _grip(self, command: Ints) -> Bools:
         """Close or open the grippers [N]; where that puts the named block on its place."""
@@ -204,22 +205,25 @@ class PickAndPlace(VectorEnv):  # type: ignore[type-arg]
 
 
 def demonstrations(count: int, seed: int, **kwargs: Any) -> dict[str, npt.NDArray[Any]]:
-    """What a perfect arm does, also where a clumsy one has left things: every fifth action is a random one instead.
+    """Where an arm reaches that is led by hand, also where a clumsy one has left things: every fifth action is a slip.
+
+    Nobody wrote down what the gripper did: that part of the actions is noise, and left to reinforcement learning.
 
     Args:
         count: steps.
-        seed: of scenes and slips.
+        seed: of scenes, slips and noise.
         kwargs: of :class:`PickAndPlace`.
 
     Returns:
-        ``obs/GROUP`` [count, ...], and ``actions`` int32 [count, 3], those of the perfect arm.
+        ``obs/GROUP`` [count, ...], and ``actions`` int32 [count, 3].
     """
     env, rng = PickAndPlace(_DEMONSTRATED, **kwargs), np.random.default_rng(seed)
     seen, _ = env.reset(seed=seed)
     steps: list[dict[str, npt.NDArray[Any]]] = []
     while sum(len(step["actions"]) for step in steps) < count:
-        actions, acts = env.perfect_actions(), ~env._ended
-        steps.append({f"obs/{name}": array[acts] for name, array in seen.items()} | {"actions": actions[acts]})
+        actions, acts = env.perfect_actions(), ~env.ended
+        shown = np.column_stack([actions[:, :2], rng.integers(0, 3, _DEMONSTRATED)]).astype(np.int32)
+        steps.append({f"obs/{name}": array[acts] for name, array in seen.items()} | {"actions": shown[acts]})
         slips = rng.random((_DEMONSTRATED, 1)) < 1 / 5
         seen, *_ = env.step(np.where(slips, rng.integers(0, env.choices, actions.shape), actions))
     return {name: np.concatenate([step[name] for step in steps])[:count] for name in steps[0]}
