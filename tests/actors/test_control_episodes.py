@@ -235,10 +235,6 @@ def script(module, folder):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_torchscript_model_scores_final_observations_and_lengths(tmp_path):
-    class Model(torch.nn.Module):
-        def forward(self, final: dict[str, torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
-            return final["policy"][:, 1] * 10 + final["picture"].float().mean((1, 2, 3)) + lengths * 1000
-
     _, collector = make(reward=script(FinalPolicySum(), tmp_path))
     # final observations (i, length) and a picture of lengths: i + length + length / 2 + length
     assert gather(collector).rewards.tolist() == [i + 2.5 * n for i, n in enumerate(LENGTHS)]

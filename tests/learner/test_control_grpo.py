@@ -204,7 +204,7 @@ def test_two_ranks_and_any_split_add_up_to_the_gradient_of_one(monkeypatch):
 
 def counting(parts, count):
     """What the ranks would hear if every part had ``count`` samples over all of them."""
-    return {name: part.double() for name, part in parts.items()} | {"counts": torch.full((2,), float(count))}
+    return {name: part.double() for name, part in parts.items()} | {"counts": torch.full_like(parts["counts"], count)}
 
 
 def test_every_sample_is_in_one_part_of_an_epoch_and_all_epochs_have_the_same():
@@ -221,8 +221,9 @@ def test_every_sample_is_in_one_part_of_an_epoch_and_all_epochs_have_the_same():
 
 
 @pytest.mark.parametrize("spaces", [MLP, VLA], ids=["mlp", "transformer"])
-def test_more_parts_than_samples_leave_empty_ones_that_change_nothing(spaces):
+def test_a_rank_without_samples_in_a_part_adds_nothing_to_it(spaces, monkeypatch):
     domain, method = build_domain(settings(spaces, algorithm={"minibatches": 4}), spaces)
+    monkeypatch.setattr("learner.control.grpo.sum_together", lambda _, parts: counting(parts, 3))  # others have some
     batch = method.prepare([episodes(method, spaces, (1, 1), (1, 0))], 0)
     assert [len(part.samples.advantages) for part in batch.updates] == [1, 1, 0, 0]
     domain.flat.zero_grad()
@@ -230,6 +231,12 @@ def test_more_parts_than_samples_leave_empty_ones_that_change_nothing(spaces):
     loss.backward()
     assert not domain.flat.grad.any()
     assert float(sums["samples"]) == 0
+
+
+def test_fewer_samples_than_parts_over_all_ranks_are_refused():
+    _, method = build_domain(settings(MLP, algorithm={"minibatches": 4}), MLP)
+    with pytest.raises(AsyncRLError, match="2 samples do not fill 4 mini-batches"):
+        method.prepare([episodes(method, MLP, (1, 1), (1, 0))], 0)
 
 
 def test_an_actor_with_other_log_probabilities_of_the_same_version_ends_the_run():
