@@ -11,7 +11,7 @@ from actors.control.environments.rsl_env import RslEnvironment
 from actors.control.worlds import mirror
 from actors.control.worlds.cartpole import BatchedCartPole
 from actors.control.worlds.pendulum import BatchedPendulum
-from actors.control.worlds.variants import PrivilegedCartPole, SparseSwingUp
+from actors.control.worlds.variants import PrivilegedCartPole, SparseReach, SparseSwingUp
 
 WORLDS = (BatchedCartPole, PrivilegedCartPole, SparseSwingUp, BatchedPendulum)
 
@@ -197,3 +197,13 @@ def test_a_picture_shows_the_state(world):
     for _ in range(8):
         env.step(torch.ones(2, 1))
     assert (env.render() != first).any()
+
+
+def test_the_far_place_pays_only_while_the_pole_stands_there():
+    world = SparseReach(num_envs=5, seed=0)
+    world._state.zero_()
+    world._state[0, 0] = torch.tensor([0.0, 1.69, 1.9, 2.3, 1.9])
+    world._state[1, 0] = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.3])  # the last has fallen
+    _, rewards, dones, _ = world.step(torch.zeros(5, 1))
+    assert rewards.tolist() == [0.0, 0.0, 1.0, 1.0, 0.0]
+    assert dones.tolist() == [False, False, False, False, True]

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from actors.control.worlds.cartpole import BatchedCartPole
+from actors.control.worlds.cartpole import MAX_X, BatchedCartPole
 
 
 class SparseSwingUp(BatchedCartPole):
@@ -44,6 +44,22 @@ class SparseSwingUp(BatchedCartPole):
         x, angle = self._state[:, 0]
         reached = (angle.cos() > self.UPRIGHT) & (x.abs() < self.CENTRE)
         return torch.zeros_like(reached), reached.float()
+
+
+class SparseReach(BatchedCartPole):
+    """Carry the pole to a place far from the start; reward 1 only while the cart is there and the pole still stands.
+
+    Who has not learnt to balance never gets there, and nothing but the place pays for balancing: a policy that only
+    tries its own noise falls near the start and sees no reward at all.
+    """
+
+    NEAR, FAR = 1.7, MAX_X
+    """The place, metres from the middle, on the right."""
+
+    def _judge(self) -> tuple[torch.Tensor, torch.Tensor]:
+        fallen, _ = super()._judge()
+        x = self._state[0, 0]
+        return fallen, ((x > self.NEAR) & (x < self.FAR) & ~fallen).float()
 
 
 class PrivilegedCartPole(BatchedCartPole):
