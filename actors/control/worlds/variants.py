@@ -53,7 +53,7 @@ class SparseReach(BatchedCartPole):
     tries its own noise falls near the start and sees no reward at all.
     """
 
-    NEAR, FAR = 1.7, MAX_X
+    NEAR, FAR = 2.1, MAX_X
     """The place, metres from the middle, on the right."""
 
     def _judge(self) -> tuple[torch.Tensor, torch.Tensor]:
