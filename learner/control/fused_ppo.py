@@ -2,6 +2,7 @@
 
 block of x ─► actor ─► log π ─► surrogate, entropy ─► gradients of the actor ─┐
            ─► critic ─► V ─► value loss ─► gradients of the critic ───────────┴─► autograd, as one node
+              (in a thread of its own: the two have nothing in common)
 
 A block goes forward and back while it is in the cache, and the gradients of the losses are written by hand
 (:mod:`learner.control.loss_gradients`); that is worth a third of an update's time. The numbers are those of the
@@ -10,6 +11,7 @@ modules with autograd, up to rounding.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from typing import Any
 
@@ -21,6 +23,9 @@ from async_rl.control.networks import Actor, Critic
 from learner.control.fused import BLOCK, FusedMlp, fuse
 from learner.control.loss_gradients import CategoricalGradient, GaussianGradient, surrogate_gradient, value_gradient
 from learner.control.parts import Part
+
+_DEADLINE_S = 600.0
+"""Longest time for one network's part of a mini-batch."""
 
 
 def fuse_ppo(actor: Actor, critic: Critic, algorithm: ControlAlgorithmConfig) -> FusedPpo | None:
@@ -50,6 +55,7 @@ class FusedPpo:
         self.actor, self.critic = fused_actor, fused_critic
         self.algorithm = algorithm
         self._hidden = fused_actor.new_hidden(), fused_critic.new_hidden()
+        self.beside = ThreadPoolExecutor(1, "critic")
 
     def __call__(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Outputs of the actor's head [m, O], values [m], and a loss [] that has the gradient and the value 0.
@@ -83,6 +89,7 @@ class FusedPpo:
         of_std = head.std(len(out), entropy) if isinstance(head, GaussianGradient) else None
         return of_std, [tensor for layer in gradients for tensor in (layer.weight, layer.bias)]
 
+    @torch.no_grad()
     def critic_gradients(self, part: Part, values: torch.Tensor) -> list[torch.Tensor]:
         """Fill ``values`` [m, 1]; gradients of all parameters."""
         samples, clip = part.samples, self.algorithm.value_clip
@@ -109,8 +116,9 @@ class _Loss(torch.autograd.Function):
         std: torch.Tensor | None,
         *_: torch.Tensor,
     ) -> torch.Tensor:
+        of_critic = fused.beside.submit(fused.critic_gradients, part, values)
         of_std, of_actor = fused.actor_gradients(part, out, std)
-        ctx.gradients = of_std, *of_actor, *fused.critic_gradients(part, values)
+        ctx.gradients = of_std, *of_actor, *of_critic.result(_DEADLINE_S)
         return out.new_zeros(())
 
     @staticmethod
