@@ -7,7 +7,8 @@
     python scripts/bench_control.py OUT [--worlds cartpole,pendulum] [--repeats 3] [--rsl-python PATH]
 
 Both train the same network (64-64 ELU, Gaussian) with the same PPO settings on `num_envs` × `horizon` steps an
-iteration, 2,048 environments in all; ours shares them out over its actors. The system that begins alternates.
+iteration, 2,048 environments in all; ours shares them out over its actors. Ours collects and trains in turns, too
+(η = 0; `--set buffer.max_staleness=1` overlaps them). The system that begins alternates.
 Definitions, the same for both:
 
 * steps/s: environment steps between the first iteration after `warmup` ones and the last, over the wall-clock between;
@@ -184,7 +185,7 @@ name = "bench-{world}"
 seed = {seed}
 steps = {plan.iterations}
 policy = {{ hidden = {list(plan.hidden)} }}
-buffer = {{ groups_per_step = {actors}, max_staleness = 1 }}
+buffer = {{ groups_per_step = {actors}, max_staleness = 0 }}
 actors = {{ count = {actors} }}
 eval = {{ every = 0, episodes = 1 }}
 checkpoint = {{ every = 0 }}
