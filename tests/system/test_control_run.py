@@ -62,7 +62,8 @@ def test_a_killed_actor_is_replaced_and_a_stopped_run_continues_where_it_was(tmp
     out = tmp_path / "run"
     # the target is never met: each step makes the rate 1.5 times larger, in its second update
     settings = {**SMALL, "steps": 16, "eval.every": 0, "algorithm.epochs": 1, "algorithm.minibatches": 2}
-    settings |= {"learner.lr": 1e-5, "learner.kl_target": 5.0, "env.horizon": 256, "env.num_envs": 32}
+    settings |= {"learner.lr_schedule": "kl_adaptive", "learner.lr": 1e-5, "learner.kl_target": 5.0}
+    settings |= {"env.horizon": 256, "env.num_envs": 32}
     launcher = start("run", "cartpole", *overrides(settings | {"steps": 2000}), "--out", str(out), log=tmp_path / "log")
     try:
         wait_until(lambda: steps_of(out) >= 2, "two steps")
