@@ -17,6 +17,7 @@ from actors.receiver import Receiver
 from actors.rollout import Rollout, Stop
 from async_rl.client import Client
 from async_rl.config import load_config
+from async_rl.curve import ClientKeys
 from async_rl.models import resolve_model
 from async_rl.process import run_guarded
 from async_rl.tasks import load_task
@@ -36,7 +37,8 @@ def main() -> None:
     config = load_config(args.config)
     timer = StateTimer()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into an orderly stop
-    with Client(args.connect, "actor", args.name, config.contract_hash()) as client:
+    keys = ClientKeys.of(config.buffer.keys)
+    with Client(args.connect, "actor", args.name, config.contract_hash(), keys=keys) as client:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         client.beat_info = lambda: {"timer": timer.drain()}
         welcome = client.connect(CONNECT_TIMEOUT_S)
@@ -48,7 +50,7 @@ def main() -> None:
             setting = Setting(config=config, folder=folder, verifier=data.verifier, search=Path(args.config).parent)
             player = make_player(setting, engine)
             stack.callback(player.close)
-            receiver = Receiver(config.weights.path, welcome["weights_address"], welcome["run_id"])
+            receiver = Receiver(config.weights.path, lambda: client.weights_address, welcome["run_id"], keys=keys)
             stack.callback(receiver.close)
             rollout = Rollout(
                 config=config,

@@ -16,11 +16,13 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from async_rl.curve import ClientKeys
 from async_rl.errors import DeadlineError, WeightsError
 from async_rl.process import host_id
 from async_rl.weights.manifest import Manifest
@@ -50,13 +52,19 @@ class Receiver:
 
     Args:
         path: ``auto`` takes shared memory if the segment is on this host, else ZeroMQ.
-        weights_address: of the chunk server.
+        weights_address: gives the chunk server's address; asked for each transfer.
         run_id: versions of other runs are refused.
         stall_s: longest time without a chunk before a transfer is taken up anew.
+        keys: of a server that lets in only those whom it knows.
     """
 
     def __init__(
-        self, path: Literal["auto", "shm", "zmq"], weights_address: str, run_id: str, stall_s: float = 5.0
+        self,
+        path: Literal["auto", "shm", "zmq"],
+        weights_address: Callable[[], str],
+        run_id: str,
+        stall_s: float = 5.0,
+        keys: ClientKeys | None = None,
     ) -> None:
         self._path = path
         self._run_id = run_id
@@ -64,10 +72,12 @@ class Receiver:
         self._changed = threading.Condition()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
-        self._puller = Puller(weights_address, self._stop, stall_s)
+        self._weights_address = weights_address
+        self._puller = Puller(weights_address(), self._stop, stall_s, keys)
         self._reader = SegmentReader()
         self._buffers: list[memoryview] = []
-        self._newest = -1
+        self._newest = (-1, -1)
+        """Epoch and version."""
         self._wanted: Manifest | None = None
         self._retry_at = 0.0
         self._working: Manifest | None = None
@@ -85,6 +95,8 @@ class Receiver:
     def fetch(self, manifest: Manifest) -> None:
         """Prepare this version next; one that is older than any asked for before is dropped. Never blocks.
 
+        A version of a later epoch is newer whatever its number; what earlier epochs made is not handed out any more.
+
         Raises:
             WeightsError: the manifest is of another run.
         """
@@ -92,9 +104,11 @@ class Receiver:
             raise WeightsError(f"manifest of run {manifest.run_id!r} announced to a receiver of run {self._run_id!r}")
         with self._changed:
             in_hand = (self._working, self._ready.manifest if self._ready else None)
-            if manifest.version < self._newest or manifest in in_hand:
+            if manifest.order < self._newest or manifest in in_hand:
                 return
-            self._newest = manifest.version
+            self._newest = manifest.order
+            if self._ready is not None and self._ready.manifest.epoch < manifest.epoch:
+                self._ready = None
             self._wanted, self._retry_at = manifest, 0.0
             self._changed.notify_all()
 
@@ -175,6 +189,7 @@ class Receiver:
             return Prepared(manifest=manifest, data=view, transfer_s=time.monotonic() - began, path="shm")
         buffer = self._free_buffer(manifest)
         began = time.monotonic()
+        self._puller.address = self._weights_address()
         self._puller.pull(manifest, buffer)
         return Prepared(manifest=manifest, data=buffer, transfer_s=time.monotonic() - began, path="zmq")
 
@@ -211,7 +226,10 @@ class Receiver:
 
     def _offer(self, prepared: Prepared) -> None:
         with self._changed:
-            self._working, self._ready = None, prepared
+            self._working = None
+            if prepared.manifest.epoch < self._newest[0]:
+                return
+            self._ready = prepared
             self._changed.notify_all()
         os.eventfd_write(self._wake, 1)
 

@@ -160,8 +160,8 @@ class Rollout:
                 id=ticket.ordinal,
                 problem=self._problems[ticket.task_index],
                 size=ticket.group_size,
-                seed=(self._config.seed, ticket.ordinal, ticket.attempt),
-                attempt=ticket.attempt,
+                seed=(self._config.seed, ticket.ordinal, ticket.draw),
+                draw=ticket.draw,
                 ticket=ticket,
                 since=time.monotonic(),
             )

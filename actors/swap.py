@@ -58,17 +58,20 @@ class WeightSwap:
         self._holder, self._receiver, self._client, self._timer = holder, receiver, client, timer
         self._counts, self._name = counts, name
         self._newest: Manifest | None = None
+        self._held = (-1, -1)
+        """Epoch and version of what was committed."""
         self._failures = 0
 
     @property
     def behind(self) -> bool:
         """Whether it waits for weights: nothing is proven, or a newer version was announced than it holds."""
-        return not self._holder.proven or (self._newest is not None and self._newest.version > self._holder.version)
+        return not self._holder.proven or (self._newest is not None and self._newest.order > self._held)
 
     def announce(self, manifest: Manifest) -> None:
-        """A version was published."""
-        self._newest = manifest
-        self._receiver.fetch(manifest)
+        """A version was published; after a restart of the learner its number may be lower than that of the last."""
+        if self._newest is None or manifest.order >= self._newest.order:
+            self._newest = manifest
+            self._receiver.fetch(manifest)
 
     def commit(self) -> None:
         """Swap in the prepared version, if there is one. Until the read-back is proven, nothing may be sampled.
@@ -87,8 +90,10 @@ class WeightSwap:
                 self._refuse(prepared, error)
                 return
         self._failures = 0
+        self._held = prepared.manifest.order
         self._client.send(
             "live",
+            epoch=prepared.manifest.epoch,
             version=prepared.manifest.version,
             checksum=checksum,
             transfer_s=prepared.transfer_s,

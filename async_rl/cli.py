@@ -1,17 +1,21 @@
 """The command line ``async-rl``. Heavy parts are imported by the commands that need them, so ``--help`` is instant.
 
-    run, learner ─► session.py ─► launcher.py          actor ─► session.py          report, doctor, fetch, presets
+    run, learner ─► session.py ─► launcher.py          actor ─► actor_host.py       report, doctor, fetch, presets
     play ─► actors.control.play (a process)            export ─► control/export.py
 
-Exit codes: 0 done; 1 the run failed; 2 a setting or argument is wrong; 130 or 143 stopped by Ctrl-C or SIGTERM.
+Exit codes: 0 done; 1 the run failed; 2 a setting or argument is wrong; 130, 143 or 129 stopped by Ctrl-C, SIGTERM or a
+terminal that was closed.
 """
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -42,6 +46,15 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="change a setting, e.g. learner.lr=1e-4; repeatable"),
 ]
 Out = Annotated[Path | None, typer.Option(help="run folder, new or empty; default: runs/NAME-TIME")]
+Keys = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="keys that async-rl keys made: encrypt everything, let in only those who are known"
+    ),
+]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="let in everyone who reaches the address; sets buffer.insecure")
+]
 Checkpoint = Annotated[
     Path,
     typer.Argument(
@@ -57,11 +70,17 @@ def run(
     overrides: Overrides = None,
     out: Out = None,
     resume: Resume = None,
+    keys: Keys = None,
+    insecure: Insecure = False,
 ) -> None:
     """Run everything on this machine: server, learner group, actors, scorers, evaluation."""
-    from async_rl.launch.session import run_session
+    from async_rl.launch.interrupts import Interrupts
 
-    raise typer.Exit(run_session(source, overrides or [], out, resume, with_actors=True))
+    settings = _with_keys(overrides, keys, insecure=insecure)
+    with Interrupts() as interrupts:
+        from async_rl.launch.session import run_session
+
+        raise typer.Exit(run_session(source, settings, out, resume, interrupts, with_actors=True))
 
 
 @app.command()
@@ -70,11 +89,17 @@ def learner(
     overrides: Overrides = None,
     out: Out = None,
     resume: Resume = None,
+    keys: Keys = None,
+    insecure: Insecure = False,
 ) -> None:
     """Run the buffer server, the learner group and the evaluation; actors and scorers connect from other hosts."""
-    from async_rl.launch.session import run_session
+    from async_rl.launch.interrupts import Interrupts
 
-    raise typer.Exit(run_session(source, overrides or [], out, resume, with_actors=False))
+    settings = _with_keys(overrides, keys, insecure=insecure)
+    with Interrupts() as interrupts:
+        from async_rl.launch.session import run_session
+
+        raise typer.Exit(run_session(source, settings, out, resume, interrupts, with_actors=False))
 
 
 @app.command()
@@ -88,11 +113,27 @@ def actor(
         HostRole, typer.Option(help="actor generates; reward and reference score what actors generated")
     ] = HostRole.actor,
     overrides: Overrides = None,
+    keys: Keys = None,
 ) -> None:
     """Run one actor or scorer that serves a learner on another host, or joins a run on this one, at any time."""
-    from async_rl.launch.session import run_actor
+    from async_rl.launch.interrupts import Interrupts
 
-    raise typer.Exit(run_actor(source, overrides or [], connect, name, role.value))
+    with Interrupts() as interrupts:
+        from async_rl.launch.actor_host import run_actor
+
+        raise typer.Exit(run_actor(source, _with_keys(overrides, keys), connect, name, role.value, interrupts))
+
+
+@app.command()
+def keys(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="new or with keys; nothing is overwritten")],
+) -> None:
+    """Make the keys of a server and of a client, for an address that other hosts can reach."""
+    from async_rl.curve import make_keys
+
+    for file in make_keys(folder):
+        typer.echo(str(file))
+    typer.echo(f"on the learner host: --keys {folder}; actor hosts need client.key, client.pub and server.pub of it")
 
 
 @app.command()
@@ -180,8 +221,28 @@ def fetch(what: Annotated[str, typer.Argument(help="smollm2")]) -> None:
     typer.echo(str(fetch_smollm2(cache_dir())))
 
 
+def _with_keys(overrides: list[str] | None, keys: Path | None, *, insecure: bool = False) -> list[str]:
+    """The settings that the flags stand for, behind those that were given."""
+    settings = list(overrides or [])
+    if keys is not None:
+        settings.append(f"buffer.keys={json.dumps(str(keys.expanduser().resolve()))}")
+    if insecure:
+        settings.append("buffer.insecure=true")
+    return settings
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    """Ctrl-C where nothing has to be wound down."""
+    print("async-rl: interrupted", file=sys.stderr, flush=True)
+    sys.exit(128 + number)
+
+
 def main() -> None:
     """Entry point: what goes wrong on purpose or with the disk is one sentence on stderr, never a traceback."""
+    from async_rl.output import outlive_full_disk
+
+    outlive_full_disk()  # nor does a terminal that is closed, or a pipe whose reader has left, end it
+    signal.signal(signal.SIGINT, _leave)
     try:
         app()
     except AsyncRLError as error:

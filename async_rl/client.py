@@ -16,6 +16,7 @@ again and again is broken and should say so (``fatal``).
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -23,9 +24,11 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from async_rl.connection import Connection, Inbox, Message
+from async_rl.connection import Connection
+from async_rl.curve import ClientKeys
 from async_rl.data import Annotation, Group
 from async_rl.errors import DeadlineError
+from async_rl.inbox import Inbox, Message
 from async_rl.process import host_id
 from async_rl.protocol import PROTOCOL_VERSION, Role
 from async_rl.wire import SCHEMA_VERSION, Header
@@ -57,10 +60,24 @@ class Client:
         rank: of a learner.
         world: ranks of the learner group.
         stage: of a scorer: one of :data:`async_rl.protocol.STAGES`.
+        step: that a learner continues with.
+        group: of a learner: names this life of the group, the same on all its ranks.
+        keys: of a server that lets in only those whom it knows.
     """
 
     def __init__(
-        self, address: str, role: Role, name: str, contract: str, rank: int = 0, world: int = 1, stage: str = ""
+        self,
+        address: str,
+        role: Role,
+        name: str,
+        contract: str,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        stage: str = "",
+        step: int = 0,
+        group: str = "",
+        keys: ClientKeys | None = None,
     ) -> None:
         self.beat_info: Callable[[], dict[str, Any]] = dict
         """Called from the I/O thread: ``timer`` (:meth:`async_rl.timer.StateTimer.drain`), ``in_flight``, ``info``."""
@@ -79,8 +96,10 @@ class Client:
             "rank": rank,
             "world": world,
             "stage": stage,
+            "step": step,
+            "group": group,
         }
-        self._line = Connection(address, hello, self._inbox, lambda: self.beat_info())
+        self._line = Connection(address, hello, self._inbox, lambda: self.beat_info(), keys)
 
     def __enter__(self) -> Client:
         return self
@@ -102,11 +121,11 @@ class Client:
         while (left_s := deadline - time.monotonic()) > 0:
             for header, frames in self._take(min(left_s, _LOOK_S)):
                 if header["type"] == "welcome":
-                    return self._with_reachable_weights(header)
+                    return {**header, "weights_address": self.weights_address}
                 self._held.append((header, frames))
         raise DeadlineError(
-            f"nothing answered at {self._address} within {timeout_s:g} s: is the learner host running, "
-            "is the port right?"
+            f"no answer from {self._address} within {timeout_s:g} s: the learner host is not running, the address is "
+            "wrong, or the server has keys (buffer.keys) and does not know ours"
         )
 
     def send(self, kind: str, /, **fields: Any) -> None:
@@ -128,39 +147,65 @@ class Client:
 
     @property
     def unacked(self) -> int:
-        """Groups, or annotations, that the server has not acknowledged yet."""
+        """Groups, annotations or failed attempts that the server has not acknowledged yet."""
         return self._line.unacked
+
+    @property
+    def weights_address(self) -> str:
+        """Where versions are pulled from, by the server's newest word.
+
+        A server that listens on all interfaces names no host: it is the one that we reached.
+        """
+        weights, host = self._line.weights_address, self._address.rpartition(":")[0]
+        for everywhere in ("tcp://0.0.0.0", "tcp://*", "tcp://[::]"):
+            if weights.startswith(everywhere + ":"):
+                return host + weights.removeprefix(everywhere)
+        return weights
 
     def receive(self, timeout_s: float) -> list[Message]:
         """What has arrived, at once if there is something, else after at most ``timeout_s``; possibly nothing.
 
         Raises:
-            DeadlineError: the server has gone silent.
+            DeadlineError: the server has been silent for :data:`async_rl.protocol.SERVER_GONE_S`.
             HandshakeError: the server has let us go; its own sentence.
         """
         held = list(self._held)
         self._held.clear()
         return held + self._take(0.0 if held else timeout_s)
 
-    def request(self, kind: str, answer: str, /, deadline_s: float | None = None, **fields: Any) -> Message:
+    def request(
+        self,
+        kind: str,
+        answer: str,
+        /,
+        deadline_s: float | None = None,
+        give_up: Callable[[], bool] = lambda: False,
+        **fields: Any,
+    ) -> Message:
         """Send a message and wait for its answer; what else arrives is kept for :meth:`receive`.
+
+        The server may be started again meanwhile: what is asked for here is asked again.
 
         Args:
             kind: type of the message.
             answer: type of the answer.
-            deadline_s: longest wait; ``None``: as long as the server lives, which its beats show.
+            deadline_s: longest wait; ``None``: as long as the server lives, or comes back in time.
+            give_up: looked at before the message is sent and while the answer is awaited.
             fields: of the message.
 
         Raises:
-            Stopped: the server says stop instead.
+            Stopped: the server says stop instead, or ``give_up`` does.
             DeadlineError: no answer in time, or the server has gone silent.
             HandshakeError: the server has let us go.
         """
+        if give_up():
+            raise Stopped("this process was asked to end", False)
         self.send(kind, **fields)
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
         while True:
             found = None
-            for header, frames in self._take(_LOOK_S if deadline is None else deadline - time.monotonic()):
+            left_s = math.inf if deadline is None else deadline - time.monotonic()
+            for header, frames in self._take(min(left_s, _LOOK_S)):
                 if header["type"] == "stop":
                     raise Stopped(str(header.get("reason", "")), bool(header.get("error", False)))
                 if header["type"] == answer and found is None:
@@ -169,6 +214,8 @@ class Client:
                     self._held.append((header, frames))
             if found is not None:
                 return found
+            if give_up():
+                raise Stopped("this process was asked to end", False)
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineError(f"the server at {self._address} did not answer {kind!r} within {deadline_s:g} s")
 
@@ -187,11 +234,3 @@ class Client:
         messages = self._inbox.take(max(0.0, timeout_s))
         self._line.handed_over(sum(len(h.get(_WORK[h["type"]], ())) for h, _ in messages if h["type"] in _WORK))
         return messages
-
-    def _with_reachable_weights(self, welcome: Header) -> Header:
-        """A server that listens on all interfaces names no host for the chunks: it is the one that we reached."""
-        weights, host = str(welcome.get("weights_address", "")), self._address.rpartition(":")[0]
-        for everywhere in ("tcp://0.0.0.0", "tcp://*", "tcp://[::]"):
-            if weights.startswith(everywhere + ":"):
-                welcome["weights_address"] = host + weights.removeprefix(everywhere)
-        return welcome

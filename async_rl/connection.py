@@ -1,10 +1,12 @@
 """The I/O thread of a client: it owns the DEALER socket, beats, repeats and rejoins.
 
     hello ─► welcome ─► commands, beats ──────────────► bye
-       ▲                     │ "hello first" (the connection broke, or we were taken for dead)
-       └─────────────────────┘ then credit, live version, waiting or trained step and what is unacknowledged again
+       ▲                     │ "hello first": the connection broke, we were taken for dead, or the server was restarted
+       └─────────────────────┘ then the newest of each sticky message and what is unacknowledged again
 
-What the server needs after a break is repeated by this thread, so the main thread does not notice one.
+What the server needs after a break is repeated by this thread, so the main thread does not notice one. A server that
+is silent for a period is missed: messages wait here, beats go on and ask for it. Silence is counted in beats without an
+answer, not in seconds, so that a client that was frozen does not blame the server.
 """
 
 from __future__ import annotations
@@ -12,19 +14,21 @@ from __future__ import annotations
 import math
 import os
 import queue
-import select
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
+from async_rl.curve import ClientKeys, secure_client
 from async_rl.data import Annotation, Group
 from async_rl.errors import DeadlineError, HandshakeError, WireError
+from async_rl.inbox import Inbox
 from async_rl.process import cpu_seconds, rss_bytes
-from async_rl.protocol import MISSED_BEATS
+from async_rl.protocol import BEATS_PER_PERIOD, SERVER_GONE_S
 from async_rl.wire import (
     LIMITS,
     SCHEMA_VERSION,
@@ -36,68 +40,29 @@ from async_rl.wire import (
     unpack_header,
 )
 
-Message = tuple[Header, list[Frame]]
 Payload = Sequence[Group | Annotation]
 _LINGER_MS = 1000
 _JOIN_S = 5.0
 _IDLE_S = 1.0
+_DISMISSED = ("hello", "replaced", "ahead")
+_HELLO_AGAIN_S = 5.0
+"""A first hello without an answer is said again: a server that died may have taken it with it."""
 _COPY_BELOW = 65_536
 """Frames smaller than this are copied out of the socket's buffers; larger ones are used in place."""
-_STICKY = ("credit", "live", "asleep", "next", "trained")
+_STICKY = ("credit", "live", "asleep", "next", "trained", "snapshot", "eval", "done")
 """Messages whose newest one is sent again after a break; ``live`` ends ``asleep``."""
-
-
-class Inbox:
-    """Messages for the main thread, with a descriptor that is readable while there are any."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._messages: list[Message] = []
-        self._error: Exception | None = None
-        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
-        self._poll.register(self._descriptor, select.POLLIN)
-
-    def put(self, message: Message) -> None:
-        """Add a message."""
-        with self._lock:
-            self._messages.append(message)
-            os.eventfd_write(self._descriptor, 1)
-
-    def fail(self, error: Exception) -> None:
-        """Raise ``error`` from now on, once the messages are taken. The first one stays."""
-        with self._lock:
-            self._error = self._error or error
-            os.eventfd_write(self._descriptor, 1)
-
-    def take(self, timeout_s: float) -> list[Message]:
-        """All messages; waits for the first at most ``timeout_s``."""
-        self._poll.poll(math.ceil(timeout_s * 1000))
-        with self._lock:
-            messages, self._messages = self._messages, []
-            if not messages and self._error is not None:
-                raise self._error
-            if self._error is None and messages:
-                os.eventfd_read(self._descriptor)
-            return messages
-
-    def fileno(self) -> int:
-        """The descriptor."""
-        return self._descriptor
-
-    def close(self) -> None:
-        """Free the descriptor."""
-        os.close(self._descriptor)
+_ANSWERS = {"shard": ("next",), "trained": ("trained",), "snapshot": ("snapshot",), "stop": ("next", "done")}
+"""Which of them an answer settles."""
 
 
 @dataclass(slots=True)
 class Unacked:
-    """A group, or an annotation, that the server has not acknowledged."""
+    """A group, an annotation, or word of an attempt that failed, which the server has not acknowledged."""
 
     kind: str
     fields: dict[str, Any]
     payload: Payload
-    """The one thing, as it is sent."""
+    """The one thing, as it is sent; empty for ``fail``."""
     due: float
     """When it is sent again."""
 
@@ -110,15 +75,24 @@ class Connection:
         hello: fields of the ``hello``.
         inbox: where messages for the main thread go.
         beat_info: fields of the next beat; called from the thread.
+        keys: of a server that lets in only those whom it knows.
     """
 
     def __init__(
-        self, address: str, hello: dict[str, Any], inbox: Inbox, beat_info: Callable[[], dict[str, Any]]
+        self,
+        address: str,
+        hello: dict[str, Any],
+        inbox: Inbox,
+        beat_info: Callable[[], dict[str, Any]],
+        keys: ClientKeys | None = None,
     ) -> None:
         self._address = address
+        self._keys = keys
         self._hello = hello
         self._inbox = inbox
         self._beat_info = beat_info
+        self.weights_address = ""
+        """Of the chunk server, as the newest welcome said it."""
         self._commands: queue.SimpleQueue[tuple[str, dict[str, Any], Payload]] = queue.SimpleQueue()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="client", daemon=True)
@@ -134,9 +108,10 @@ class Connection:
         self._over = False
         self._run_id = ""
         self._seq = 0
-        self._heartbeat_s = _IDLE_S
+        self._period_s = _IDLE_S
         self._next_beat = 0.0
         self._unanswered = 0
+        self._missed = False
 
     # ------------------------------------------------------------------ main thread
 
@@ -145,13 +120,15 @@ class Connection:
         self._thread.start()
 
     def put(self, kind: str, fields: dict[str, Any], payload: Payload) -> None:
-        """Queue a message; groups and annotations are kept until acknowledged."""
+        """Queue a message; groups, annotations and failed attempts are kept until acknowledged."""
         with self._lock:
             if kind == "credit":
                 self._credit = int(fields["count"])
                 fields = {**fields, "received": self._tickets}
             for i, item in enumerate(payload):
                 self._unacked[item.ordinal, item.attempt] = Unacked(kind, fields, payload[i : i + 1], math.inf)
+            if kind == "fail":
+                self._unacked[fields["ordinal"], fields["attempt"]] = Unacked(kind, fields, (), math.inf)
         self._commands.put((kind, fields, payload))
         os.eventfd_write(self._wakeup, 1)
 
@@ -163,7 +140,7 @@ class Connection:
 
     @property
     def unacked(self) -> int:
-        """Groups, or annotations, not acknowledged yet."""
+        """Groups, annotations or failed attempts, not acknowledged yet."""
         return len(self._unacked)
 
     def close(self) -> None:
@@ -185,9 +162,15 @@ class Connection:
             # Unlimited, so that sending never blocks: tickets bound what there is to send, silence ends it.
             self._socket.setsockopt(zmq.SNDHWM, 0)
             self._socket.setsockopt(zmq.RCVHWM, 0)
+            self._socket.setsockopt(zmq.SNDTIMEO, 0)  # it would block if a failed handshake has ended the connection
             self._socket.setsockopt(zmq.MAXMSGSIZE, LIMITS.frame_bytes)
+            if self._keys is not None:
+                secure_client(self._socket, self._keys)
             self._socket.connect(self._address)
             self._serve()
+        except zmq.Again:
+            why = "wrong address, or keys (buffer.keys) that the server does not know"
+            self._inbox.fail(HandshakeError(f"no answer from {self._address}: {why}"))
         except zmq.ZMQError as error:
             self._inbox.fail(HandshakeError(f"cannot use the address {self._address!r}: {error.strerror}"))
         except Exception as error:
@@ -199,16 +182,15 @@ class Connection:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wakeup, zmq.POLLIN)
-        self._send("hello", self._hello)
         while not self._closing.is_set() and not self._over:
-            wait_s = self._next_beat - time.monotonic() if self._run_id else _IDLE_S
-            poller.poll(max(0, math.ceil(wait_s * 1000)))
             self._clear_wakeup()
             self._receive()
             self._obey()
-            if self._run_id and not self._over:
+            if not self._over:
                 self._keep_alive(time.monotonic())
+                poller.poll(max(0, math.ceil((self._next_beat - time.monotonic()) * 1000)))
         if self._joined and not self._over:
+            self._receive()
             self._obey()
             self._beat()
             self._send("bye", {})
@@ -222,6 +204,9 @@ class Connection:
             header = unpack_header(head.bytes)
             frames: list[Frame] = [p.bytes if len(p) < _COPY_BELOW else p.buffer for p in parts]
             self._unanswered = 0
+            if self._missed:
+                self._missed = False
+                self._say(f"the server at {self._address} is back")
             self._sort(header, frames)
 
     def _sort(self, header: Header, frames: list[Frame]) -> None:
@@ -236,25 +221,26 @@ class Connection:
                 with self._lock:
                     for ordinal, attempt, *_ in header["results"]:
                         self._unacked.pop((ordinal, attempt), None)
-            if kind in ("shard", "stop"):
-                self._sticky.pop("next", None)
-            elif kind == "trained":
-                self._sticky.pop("trained", None)
+            for settled in _ANSWERS.get(kind, ()):
+                self._sticky.pop(settled, None)
+            if kind == "shard":
+                self._hello["step"] = int(header["step"]) + 1
             self._inbox.put((header, frames))
 
     def _join(self, welcome: Header) -> None:
         first, known = not self._run_id, self._run_id in ("", welcome["run_id"])
-        self._run_id, self._heartbeat_s = str(welcome["run_id"]), float(welcome["heartbeat_s"])
+        self._run_id, self._period_s = str(welcome["run_id"]), float(welcome["heartbeat_s"])
         if not known:
             self._end(HandshakeError(f"the server at {self._address} has begun another run; start this process again"))
             return
         self._joined, self._next_beat = True, 0.0
+        self.weights_address = str(welcome["weights_address"])
         if first:
             self._inbox.put((welcome, []))
             return
-        known_version = self._sticky.get("live", {}).get("version")
-        if welcome["manifest"] is not None and welcome["manifest"]["version"] != known_version:
-            self._inbox.put(({"type": "version", "manifest": welcome["manifest"]}, []))
+        live, newest = self._sticky.get("live", {}), welcome["manifest"]
+        if newest is not None and _order(newest) != _order(live):
+            self._inbox.put(({"type": "version", "manifest": newest}, []))
         with self._lock:
             self._tickets = 0
             if "credit" in self._sticky:
@@ -268,13 +254,13 @@ class Connection:
     def _refused(self, header: Header) -> None:
         code, reason = str(header.get("code")), str(header.get("reason"))
         if code != "hello_first":
-            self._end(HandshakeError(reason) if code in ("hello", "replaced") else WireError(code, reason))
+            self._end(HandshakeError(reason, code) if code in _DISMISSED else WireError(code, reason))
         elif self._joined:
             self._joined, self._next_beat = False, 0.0
 
     def _obey(self) -> None:
-        """Send what the main thread has queued; before a welcome it waits."""
-        while self._joined:
+        """Send what the main thread has queued; before a welcome, or while the server is missed, it waits."""
+        while self._joined and not self._missed:
             try:
                 kind, fields, payload = self._commands.get_nowait()
             except queue.Empty:
@@ -287,35 +273,47 @@ class Connection:
 
     def _keep_alive(self, now: float) -> None:
         if now >= self._next_beat:
-            if self._unanswered >= MISSED_BEATS:
-                silent_s = self._unanswered * self._heartbeat_s
-                self._end(
-                    DeadlineError(f"the server at {self._address} has been silent for {silent_s:g} s: is it alive?")
-                )
+            self._look_for_server()
+            if self._over:
                 return
             if self._joined:
                 self._beat()
             else:
                 self._send("hello", self._hello)
-            self._unanswered += 1
-            self._next_beat = now + self._heartbeat_s
+            self._unanswered += bool(self._run_id)  # before the first welcome, connect() has the deadline
+            self._next_beat = now + (self._period_s / BEATS_PER_PERIOD if self._run_id else _HELLO_AGAIN_S)
+        if not self._joined or self._missed:
+            return
         with self._lock:
-            late = [item for item in self._unacked.values() if item.due <= now and self._joined]
+            late = [item for item in self._unacked.values() if item.due <= now]
         for item in late:
             self._send(item.kind, item.fields, item.payload)
+
+    def _look_for_server(self) -> None:
+        """Say once that it is missed; give up when it stays away."""
+        silent_s = self._unanswered * self._period_s / BEATS_PER_PERIOD
+        patience_s = max(SERVER_GONE_S, self._period_s)
+        if silent_s >= patience_s:
+            self._end(DeadlineError(f"the server at {self._address} has been silent for {silent_s:g} s: is it alive?"))
+        elif self._unanswered >= BEATS_PER_PERIOD and not self._missed:
+            self._missed = True
+            self._say(f"the server at {self._address} has not answered for {silent_s:g} s; trying for {patience_s:g} s")
+
+    def _say(self, sentence: str) -> None:
+        print(f"async-rl: {self._hello['name']}: {sentence}", file=sys.stderr, flush=True)
 
     def _beat(self) -> None:
         self._send("beat", {"cpu_s": cpu_seconds(), "rss_bytes": rss_bytes(), **self._beat_info()})
 
     def _send(self, kind: str, fields: dict[str, Any], payload: Payload = ()) -> None:
         self._seq += 1
+        keys = [(item.ordinal, item.attempt) for item in payload]
+        if kind == "fail":
+            keys = [(fields["ordinal"], fields["attempt"])]
+        with self._lock:
+            for unacked in (self._unacked[key] for key in keys if key in self._unacked):
+                unacked.due = time.monotonic() + self._period_s
         if payload:
-            due = time.monotonic() + MISSED_BEATS * self._heartbeat_s
-            with self._lock:
-                for item in payload:
-                    unacked = self._unacked.get((item.ordinal, item.attempt))
-                    if unacked is not None:
-                        unacked.due = due
             encode: Callable[..., list[Frame]] = encode_annotations if kind == "annotate" else encode_groups
             self._socket.send_multipart(encode(kind, payload, seq=self._seq, **fields), copy=False)
         else:
@@ -331,3 +329,8 @@ class Connection:
             os.eventfd_read(self._wakeup)
         except BlockingIOError:
             return
+
+
+def _order(version: Mapping[str, Any]) -> tuple[int, int]:
+    """Of a manifest, or of what was called live; see :attr:`async_rl.weights.manifest.Manifest.order`."""
+    return int(version.get("epoch", 0)), int(version.get("version", -1))

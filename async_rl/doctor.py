@@ -113,6 +113,7 @@ def machine() -> Iterator[Finding]:
     yield Finding("ok", "memory", f"{format_bytes(available_memory())} available")
     yield shared_memory(shutil.disk_usage("/dev/shm").free)
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield isolation(_why_no_isolation())
 
 
 def available_memory() -> int:
@@ -134,6 +135,24 @@ def open_files(limit: int) -> Finding:
     if limit == resource.RLIM_INFINITY or limit >= MIN_FILES:
         return Finding("ok", "open files", "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} allowed")
     return Finding("wrong", "open files", f"{limit:,} allowed", f"ulimit -n {MIN_FILES * 4}")
+
+
+def isolation(why_not: str) -> Finding:
+    """Say whether verifiers and environments can be cut off from the network.
+
+    Args:
+        why_not: what the system says against it; empty when it can be done.
+    """
+    if not why_not:
+        return Finding("ok", "isolation", "verifiers and environments are cut off from the network")
+    remedy = "allow user namespaces (kernel.unprivileged_userns_clone=1, in containers --security-opt seccomp=...)"
+    return Finding("note", "isolation", f"verifiers and environments keep the network: {why_not}", remedy)
+
+
+def _why_no_isolation() -> str:
+    command = [sys.executable, "-m", "async_rl.sandbox"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return (done.stdout or done.stderr).strip()
 
 
 def configuration(config: AnyConfig, env: Mapping[str, str], plant: str | None = None) -> Iterator[Finding]:
@@ -194,8 +213,8 @@ def _environment(config: ControlConfig, env: Mapping[str, str], scratch: Path) -
 
 
 def _address(config: AnyConfig) -> str:
-    preflight.check_address(config.buffer.bind, config.buffer.insecure)
-    return config.buffer.bind
+    preflight.check_address(config.buffer)
+    return config.buffer.bind + (f", keys in {config.buffer.keys}" if config.buffer.keys else "")
 
 
 def _engine(config: Config) -> str:

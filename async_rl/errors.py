@@ -5,12 +5,16 @@ AsyncRLError
 ├── WireError         a message is malformed, too large or of another schema version
 ├── HandshakeError    the other side speaks another protocol or runs another config
 ├── WeightsError      bytes of a weight version do not match what was published
-└── DeadlineError     a wait ran past its deadline: names what was awaited and from whom
+├── DeadlineError     a wait ran past its deadline: names what was awaited and from whom
+└── StartAgainError   nothing is wrong with this process: started again it goes on
 """
 
 
 class AsyncRLError(Exception):
     """Base of every error that this package raises on purpose; the command line prints it without a traceback."""
+
+    exit_code = 1
+    """Of a process that ends with it."""
 
 
 class ConfigError(AsyncRLError):
@@ -26,7 +30,14 @@ class WireError(AsyncRLError):
 
 
 class HandshakeError(AsyncRLError):
-    """The peer refused us, or we refuse the peer: another protocol version, config or role."""
+    """The peer refused us, or we refuse the peer: another protocol version, config or role.
+
+    ``code`` is the server's (``hello``, ``replaced``, ``ahead``), empty where the decision was ours.
+    """
+
+    def __init__(self, reason: str, code: str = "") -> None:
+        super().__init__(reason)
+        self.code = code
 
 
 class WeightsError(AsyncRLError):
@@ -35,3 +46,10 @@ class WeightsError(AsyncRLError):
 
 class DeadlineError(AsyncRLError):
     """A blocking wait ran past its deadline."""
+
+
+class StartAgainError(AsyncRLError):
+    """Nothing is wrong with this process, but its partners are gone or elsewhere: started again it goes on."""
+
+    exit_code = 75
+    """EX_TEMPFAIL."""

@@ -18,13 +18,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from async_rl.buffer.line_file import LineFile
 from async_rl.config import RunConfig
-from async_rl.runfolder import read_jsonl, write_atomically
+from async_rl.form import whole
 
 Metrics = dict[str, float | None]
 """Numbers by name; None where there was nothing to measure."""
 
 _QUEUE_LINES = 4096
+_MOST_WAITING = 64 << 20
 _CLOSE_TIMEOUT_S = 20.0
 
 
@@ -51,9 +53,9 @@ class MetricsWriter:
 
     def __init__(self, out: Path, config: RunConfig, start_step: int = 0) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        path = out / "metrics.jsonl"
-        _drop_from(path, start_step)
-        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._file = LineFile(out / "metrics.jsonl", most_waiting=_MOST_WAITING)
+        self._full = False
+        self._try(lambda: self._file.keep(lambda row: _is_before(row, start_step)))
         self._start_step = start_step
         self._sinks: list[_Guarded] = []
         if config.log.tensorboard:
@@ -70,21 +72,39 @@ class MetricsWriter:
         row: dict[str, float | None] = {"step": step, "time": round(time.time(), 3), "session": self._start_step}
         measured = {k: v for k, v in metrics.items() if v is not None}
         row |= {k: float(v) if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
-        self._file.write(json.dumps(row) + "\n")
+        self._file.append(json.dumps(row))
+        self._try(self._file.write)
         for sink in self._sinks:
             sink.write(step, measured)
 
     def close(self) -> None:
         """Flush everything; waits a bounded time for the sinks."""
+        self._try(self._file.write)
         self._file.close()
         for sink in self._sinks:
             sink.close()
 
+    def _try(self, action: Callable[[], None]) -> None:
+        """Lines that the disk does not take wait in memory; that is said once, and once when they are written."""
+        try:
+            action()
+        except OSError as error:
+            if not self._full:
+                print(
+                    f"async-rl: warning: metrics.jsonl cannot be written: {error}; its lines wait in memory",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._full = True
+            return
+        if self._full:
+            print("async-rl: metrics.jsonl can be written again", file=sys.stderr, flush=True)
+        self._full = False
 
-def _drop_from(path: Path, start_step: int) -> None:
-    if path.is_file():
-        kept = [row for row in read_jsonl(path) if row.get("step", start_step) < start_step]
-        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+def _is_before(row: Mapping[str, Any], step: int) -> bool:
+    found = whole(row.get("step"))
+    return found is not None and found < step
 
 
 class _Guarded:

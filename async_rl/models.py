@@ -194,7 +194,12 @@ def load_causal_lm(
             config = AutoConfig.from_pretrained(path, local_files_only=True)
             return _empty(config, kind, torch.device(device))
         model, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=kind, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+            path,
+            dtype=kind,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            output_loading_info=True,
+            use_safetensors=True,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{path}: no causal language model can be loaded: {error}") from None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from async_rl.errors import AsyncRLError
+from async_rl.output import outlive_full_disk
 
 _PR_SET_PDEATHSIG = 1
 
@@ -66,9 +67,13 @@ def leave() -> NoReturn:
 
 
 def run_guarded(main: Callable[[], None]) -> None:
-    """Run the body of a process: our own errors become one sentence on stderr and exit code 1, never a traceback."""
+    """Run the body of a process: our own errors become one sentence on stderr and their exit code, no traceback.
+
+    A full disk below its log does not end it.
+    """
+    outlive_full_disk()
     try:
         main()
     except AsyncRLError as error:
         print(f"async-rl: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        sys.exit(error.exit_code)

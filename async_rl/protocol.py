@@ -6,7 +6,7 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 
 | type | from | fields | answer |
 |---|---|---|---|
-| hello | any | protocol, schema, contract, role, name, pid, host, rank, world, stage (scorer) | welcome or refused |
+| hello | any | protocol, schema, contract, role, name, pid, host, rank, world, stage, step, group | welcome, refused |
 | credit | actor | count: tickets it can take now, received: tickets seen so far | tickets, at once or when admitted |
 | credit | scorer | count: groups it can take now, received: groups seen so far | lease, at once or when there are any |
 | submit | actor | groups + frames (:mod:`async_rl.wire`); rewards are NaN where the stage ``reward`` gives them | ack |
@@ -14,11 +14,11 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 | fail | actor, scorer | ordinal, attempt, reason, detail, final | ack |
 | asleep | actor | none: it has given its device back (colocated); it wakes with the next ``version`` | none |
 | beat | any | timer: see :class:`async_rl.timer.StateTimer`, in_flight, cpu_s, rss_bytes, info | beat |
-| live | actor, evaluator | version, checksum, transfer_s, commit_s, pause_s (actor) | none: tickets count from it |
+| live | actor, evaluator | epoch, version, checksum, transfer_s, commit_s, pause_s | none: tickets count from it |
 | next | learner | step; one that is not trained yet gives the same shard again | shard, when deliverable; or stop |
 | trained | learner 0 | step (-1: only publishes the start version), manifest, stats | trained (books, after the step) |
 | snapshot | learner 0 | path: folder of the run for ``ledger.json``, ``groups.bin`` | snapshot (ok, detail) |
-| eval | evaluator | version, metrics, samples | none; forwarded in shard stats |
+| eval | evaluator | epoch, version, metrics, samples | none; forwarded in shard stats |
 | done | learner 0 | stopped: true before the last step | stop: actors, after the last eval all |
 | fatal | any | reason: ends the run with this sentence | stop goes to all |
 | dead | launcher | name: a client whose process has ended; its leases return | none |
@@ -27,8 +27,8 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 
 | type | to | fields |
 |---|---|---|
-| welcome | any | run_id, heartbeat_s, next_step, life, start_version, manifest (or None), weights_address |
-| refused | any | reason: a sentence; code: hello, hello_first, replaced, or the fault of a message |
+| welcome | any | run_id, heartbeat_s, next_step, epoch, life, start_version, manifest (or None), weights_address |
+| refused | any | reason: a sentence; code: hello, hello_first, replaced, ahead, or the fault of a message |
 | tickets | actor | tickets: list of :class:`Ticket` as lists |
 | lease | scorer | groups + frames, lease_s: to be annotated in that time, or another scorer gets them |
 | ack | actor, scorer | results: [[ordinal, attempt, outcome, reason]], see :class:`async_rl.buffer.records.Answer` |
@@ -40,8 +40,14 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 
 Winding down: a rank gets ``stop`` as the answer to ``next`` of the first step that no rank has, so that all end after
 the same step; rank 0 then sends ``snapshot`` and ``done`` with ``stopped``. An error stops all at once.
-Rejoining: a client that is told ``hello_first`` (its connection broke, or it was taken for dead) says hello again and
-repeats its credit, live version, waiting or trained step and unacknowledged groups or annotations.
+Rejoining: a client that is told ``hello_first`` (its connection broke, it was taken for dead, or the server was started
+again) says hello again and repeats its credit, live version, waiting or trained step, snapshot, newest evaluation,
+``done``, and what is unacknowledged: groups, annotations, failed attempts. A server that is silent for a period of
+``heartbeat_s`` is missed, and for ``SERVER_GONE_S`` given up.
+A learner's ``step`` in ``hello`` is the one that it continues with, later one more than the newest whose shard it has;
+``group`` names the life of its group. One that the server has not heard of and whose step lies before the ledger's has
+lost what came after: the run goes back there, in the next ``epoch``. One beyond the ledger's is refused as ``ahead``.
+Versions are ordered by (epoch, version).
 Colocated (``max_staleness`` 0): an actor that holds nothing any more, after some work, gives its device back and says
 ``asleep``; an empty list of ``tickets`` tells one that is awake for nothing to do so, too. A step is delivered once
 every actor that had such a message has said so. It wakes with the next ``version``, which may be the one that it has
@@ -54,13 +60,16 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 Role = Literal["actor", "scorer", "evaluator", "learner", "monitor"]
 ROLES: tuple[Role, ...] = ("actor", "scorer", "evaluator", "learner", "monitor")
 Stage = Literal["reward", "reference"]
 STAGES: tuple[Stage, ...] = ("reward", "reference")
-MISSED_BEATS = 3
-"""A side that was silent for this many heartbeats is dead to the other."""
+BEATS_PER_PERIOD = 3
+"""Clients beat so often in a period of ``buffer.heartbeat_s``; one that was silent for a whole period is dead."""
+
+SERVER_GONE_S = 60.0
+"""A client ends when the server has been silent for so long; a restarted one has that time to come back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,9 @@ class Ticket:
     """Live version of the holder when it was issued; its tokens are no older."""
     lease_s: float
     """Seconds until the server takes it back."""
+    draw: int = 0
+    """Earlier attempts that failed by their content, not by a fault of the machinery: what it is sampled with depends on
+    (ordinal, draw), so that a lost attempt is sampled again as it was."""
 
     def to_wire(self) -> list[Any]:
         """As a plain list."""

@@ -1,16 +1,20 @@
 """Reading a run folder: the files that the processes of a run leave, tolerant of a run that is cut off or goes on.
 
-DIR ─► RunFolder ─► summary.py, trace.py, report/          (who writes which file: docs/architecture.md)
+DIR ─► run_forms ─► RunFolder ─► summary.py, trace.py, report/          (who writes which file: docs/architecture.md)
+
+What has not the expected form is left out (:mod:`async_rl.run_forms`): no content of a file can end its reader.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from async_rl import run_forms
+from async_rl.form import Form, parse
 
 Row = dict[str, Any]
 
@@ -23,26 +27,18 @@ MODEL_FILES = ("hf/config.json", "policy.safetensors")
 def read_json(path: Path) -> Row:
     """The object in a JSON file; empty when there is no such file, or it is cut off or damaged."""
     try:
-        loaded = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
+        loaded = parse(path.read_bytes())
+    except FileNotFoundError:
         return {}
     return loaded if isinstance(loaded, dict) else {}
 
 
 def read_jsonl(path: Path) -> list[Row]:
-    """The objects of a JSON-lines file in order; a line that a crash cut off is left out."""
+    """The objects of a JSON-lines file in order; a line that a crash cut off, or that is damaged, is left out."""
     if not path.is_file():
         return []
-    rows: list[Row] = []
     with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(row, dict):
-                rows.append(row)
-    return rows
+        return [row for line in lines if isinstance(row := parse(line), dict)]
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -59,41 +55,49 @@ class RunFolder:
     path: Path
 
     @property
+    def server(self) -> Row:
+        """``address``, ``pid`` and ``run_id`` of the server that serves it, or served it last."""
+        return run_forms.SERVER(read_json(self.path / "server.json")) or {}
+
+    @property
     def books(self) -> Row:
         """State of the ledger after the last step, with reasons, staleness, token counts and clients."""
-        return read_json(self.path / "books.json")
+        return run_forms.BOOKS(read_json(self.path / "books.json")) or {}
 
     @property
     def summary(self) -> Row:
         """The contract file; empty while the run goes on."""
-        return read_json(self.path / "summary.json")
+        return run_forms.SUMMARY(read_json(self.path / "summary.json")) or {}
 
     @property
     def metrics(self) -> list[Row]:
         """One row a step, rising in ``step``."""
-        return read_jsonl(self.path / "metrics.jsonl")
+        return self._rows("metrics", run_forms.metrics_row)
 
     @property
     def evals(self) -> list[Row]:
         """Held-out evaluations: the last row of each version, in order of version."""
-        latest = {int(row["version"]): row for row in read_jsonl(self.path / "evals.jsonl") if "version" in row}
+        latest = {row["version"]: row for row in self._rows("evals", run_forms.EVAL)}
         return [latest[version] for version in sorted(latest)]
 
     @property
     def timeline(self) -> list[Row]:
         """Heartbeats: ``name``, ``role``, ``spans`` [[state, start, end]] in epoch seconds."""
-        return read_jsonl(self.path / "timeline.jsonl")
+        return self._rows("timeline", run_forms.BEAT)
 
     @property
     def samples(self) -> list[Row]:
         """Some groups as text."""
-        return read_jsonl(self.path / "samples.jsonl")
+        return self._rows("samples", run_forms.SAMPLE)
 
     @property
     def config_text(self) -> str:
         """The resolved configuration as TOML, empty when there is none."""
         path = self.path / "config.toml"
-        return path.read_text() if path.is_file() else ""
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+    def _rows(self, name: str, form: Form) -> list[Row]:
+        return [row for raw in read_jsonl(self.path / f"{name}.jsonl") if (row := form(raw)) is not None]
 
     def latest_checkpoint(self) -> Path | None:
         """The complete checkpoint of the highest step, or ``None``."""

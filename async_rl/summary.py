@@ -26,6 +26,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -106,12 +107,12 @@ def throughput(metrics: Sequence[Row], tokens: Mapping[str, int]) -> dict[str, f
     ratio = tokens.get("generated", 0) / tokens["trained"] if tokens.get("trained") else None
     generated = trained * ratio if trained is not None and ratio is not None else None
     rates = {"trained_tokens_per_s": trained, "generated_tokens_per_s": generated, "env_steps_per_s": env_steps}
-    return {k: None if v is None else round(v, 1) for k, v in rates.items()}
+    return {k: None if v is None or not math.isfinite(v) else round(v, 1) for k, v in rates.items()}
 
 
 def _rate(metrics: Sequence[Row], amount: str) -> float | None:
     """Sum of a metric over the steps behind the first of each session, per second."""
-    steps = [row for row in metrics if row.get(amount)]
+    steps = [row for row in metrics if row.get(amount) and row.get("time") is not None]
     pairs = [(a, b) for a, b in pairwise(steps) if a.get("session") == b.get("session")]
     seconds = sum(b["time"] - a["time"] for a, b in pairs)
     return sum(b[amount] for _, b in pairs) / seconds if seconds > 0 else None
@@ -136,7 +137,7 @@ def scoring(stages: Mapping[str, Row]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, stage in stages.items():
         annotated, seconds = stage.get("annotated", 0), stage.get("seconds", 0.0)
-        rate = round(annotated / seconds, 2) if seconds > 0 else None
+        rate = round(annotated / seconds, 2) if seconds > 1e-6 else None
         counts = {key: stage.get(key, 0) for key in ("failed", "returned")}
         found[name] = {"annotated": annotated, "groups_per_s": rate, **counts}
     return found

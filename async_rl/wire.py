@@ -38,8 +38,15 @@ class Limits:
     groups: int = 65_536
     trajectories: int = 65_536
     arrays: int = 64
+    name: int = 200
+    """Characters of an array's name."""
     depth: int = 32
     """Nesting of a header: what is deeper would overflow the stack of whoever prints or writes it."""
+    containers: int = 1 << 18
+    """Lists and maps in a header: an empty one is one byte on the wire, and more than fifty in memory. The manifest of
+    100,000 tensors has fewer."""
+    meta_bytes: int = 1 << 20
+    """A group's ``meta``: whoever gets several groups in one message could not read their header otherwise."""
 
 
 LIMITS = Limits()
@@ -55,20 +62,35 @@ def unpack_header(frame: Frame, limits: Limits = LIMITS) -> Header:
     """Parse a header.
 
     Raises:
-        WireError: ``header_too_large``, ``bad_msgpack``, ``too_deep``, or ``bad_header`` (not a map with a text
-            ``type``).
+        WireError: ``header_too_large``, ``too_many_containers``, ``bad_msgpack``, ``too_deep``, or ``bad_header`` (not
+            a map with a text ``type``).
     """
     if len(frame) > limits.header_bytes:
         raise WireError("header_too_large", f"{len(frame)} bytes")
+    # each takes a byte at least, so that only a long header can hold too many: the others need not be counted
+    count = _Counter(limits.containers) if len(frame) > limits.containers else None
     try:
-        header = msgpack.unpackb(frame, raw=False, strict_map_key=True)
+        header = msgpack.unpackb(frame, raw=False, strict_map_key=True, object_hook=count, list_hook=count)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise WireError("bad_msgpack", str(error)) from None
+        raise WireError("bad_msgpack", str(error)[:200]) from None
     if not isinstance(header, dict) or not isinstance(header.get("type"), str):
         raise WireError("bad_header", "not a map with a type")
     if _is_deeper(header, limits.depth):
         raise WireError("too_deep", f"more than {limits.depth} levels of nesting")
     return header
+
+
+class _Counter:
+    """Sees each list and map as it is unpacked, and stops at one too many."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def __call__(self, container: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise WireError("too_many_containers", "lists and maps in a header")
+        return container
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
@@ -111,7 +133,7 @@ def decode_groups(header: Header, frames: Sequence[Frame], limits: Limits = LIMI
 
     Raises:
         WireError: ``schema_mismatch``, ``bad_header``, ``too_many_groups``, ``too_many_arrays``, ``frame_count``,
-            ``frame_too_large``, ``bad_dtype``, ``bad_shape``, ``missing_array``, ``bad_lengths``.
+            ``frame_too_large``, ``bad_dtype``, ``bad_shape``, ``missing_array``, ``bad_lengths``, ``meta_too_large``.
     """
     groups, cursor = [], 0
     for entry in _described(header, limits):
@@ -163,7 +185,7 @@ def _described(header: Header, limits: Limits) -> list[Any]:
         WireError: see the callers.
     """
     if header.get("schema") != SCHEMA_VERSION:
-        raise WireError("schema_mismatch", f"got {header.get('schema')!r}, this side speaks {SCHEMA_VERSION}")
+        raise WireError("schema_mismatch", f"got {header.get('schema')!r:.60}, this side speaks {SCHEMA_VERSION}")
     described = header.get("groups")
     if not isinstance(described, list):
         raise WireError("bad_header", "groups is not a list")
@@ -185,11 +207,15 @@ def _decode_group(entry: Any, frames: Sequence[Frame], cursor: int, limits: Limi
         raise WireError("bad_header", "arrays must be a list and meta a map")
     if len(specs) > limits.arrays:
         raise WireError("too_many_arrays", str(len(specs)))
+    if len(pack_header(meta)) > limits.meta_bytes:
+        raise WireError("meta_too_large", f"of ordinal {ordinal}")
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     for spec in specs:
         if cursor >= len(frames):
             raise WireError("frame_count", "fewer frames than arrays")
         name, array = _decode_array(spec, frames[cursor], limits)
+        if name in arrays:
+            raise WireError("bad_header", f"{name} comes twice")
         arrays[name] = array
         cursor += 1
     rewards = arrays.pop(_REWARDS, None)
@@ -229,10 +255,12 @@ def _decode_array(spec: Any, frame: Frame, limits: Limits) -> tuple[str, np.ndar
     if not (isinstance(spec, list) and len(spec) == 3 and isinstance(spec[0], str) and isinstance(spec[2], list)):
         raise WireError("bad_header", "an array is [name, dtype, shape]")
     name, dtype, shape = spec
+    if len(name) > limits.name:
+        raise WireError("bad_header", f"an array's name of {len(name)} characters")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise WireError("bad_dtype", f"{name}: {dtype!r}")
+        raise WireError("bad_dtype", f"{name}: {dtype!r:.60}")
     if len(shape) > 8 or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
-        raise WireError("bad_shape", f"{name}: {shape!r}")
+        raise WireError("bad_shape", f"{name}: {shape!r:.200}")
     if len(frame) > limits.frame_bytes:
         raise WireError("frame_too_large", f"{name}: {len(frame)} bytes")
     if (

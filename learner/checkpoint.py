@@ -22,13 +22,23 @@ from safetensors import SafetensorError
 
 from async_rl.config import RunConfig
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.form import Each, Fields, number, parse, text, whole
+from async_rl.runfolder import CHECKPOINT_FILES
 from learner.domain import Domain
 
 _TRAINER = "trainer.json"
+_STATE = Fields(
+    {"step": whole, "trained": number, "contract": text, "numbers": Each(number)},
+    needed=("step", "trained", "contract", "numbers"),
+)
 
 
 class CheckpointError(AsyncRLError):
     """A checkpoint could not be written; older ones are untouched."""
+
+
+class ContractError(ConfigError):
+    """A checkpoint is of a run with another contract: none of that run's fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +86,9 @@ class Checkpoints:
             domain.save(temporary)
             (temporary / _TRAINER).write_text(json.dumps(asdict(state), indent=1) + "\n")
             snapshot(temporary)
+            missing = [name for name in CHECKPOINT_FILES if not (temporary / name).is_file()]
+            if missing:
+                raise CheckpointError(f"the checkpoint of step {state.step} lacks {', '.join(missing)}")
             _fsync_tree(temporary)
             if final.exists():
                 final.rename(self._folder / f".step_{state.step}.old")
@@ -113,15 +126,22 @@ def read_state(checkpoint: Path, config: RunConfig) -> TrainerState:
     """The counters of a checkpoint.
 
     Raises:
-        ConfigError: it is not complete, or belongs to a run with another contract.
+        ConfigError: it is not complete.
+        ContractError: it belongs to a run with another contract.
     """
     try:
-        state = TrainerState(**json.loads((checkpoint / _TRAINER).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        found = _STATE(parse((checkpoint / _TRAINER).read_bytes()))
+    except OSError as error:
         raise ConfigError(f"{checkpoint} is no complete checkpoint: {_TRAINER}: {error}") from None
+    if found is None or found["step"] < 0 or found["trained"] < 0:
+        raise ConfigError(f"{checkpoint} is no complete checkpoint: {_TRAINER} is damaged")
+    numbers = {name: float(value) for name, value in found["numbers"].items()}
+    state = TrainerState(
+        step=found["step"], trained=float(found["trained"]), contract=found["contract"], numbers=numbers
+    )
     if state.contract != config.contract_hash():
         what = "environment, observations, networks" if config.is_control else "model, task, sampling"
-        raise ConfigError(
+        raise ContractError(
             f"{checkpoint} belongs to a run with another {what} or seed; resume with the config.toml of its run folder"
         )
     return state

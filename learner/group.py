@@ -8,6 +8,7 @@ A group of one needs no torchrun, goes through the same code and makes no collec
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.errors import AsyncRLError, ConfigError, StartAgainError
 from async_rl.models import device_for
 from learner.flat import FlatParameters
 
@@ -56,27 +58,45 @@ def read_placement(environment: Mapping[str, str], ranks: int, device: str) -> P
     return Placement(rank, world, device_for(device, local_rank, local_world))
 
 
+class LostRanksError(StartAgainError):
+    """Another rank has died or is frozen; the message names this rank, the operation and the step."""
+
+
 class LearnerGroup:
     """Collectives over the ranks, each with the deadline ``timeout_s``.
+
+    With NCCL a collective blocks its caller: without that (``TORCH_NCCL_BLOCKING_WAIT``) the watchdog ends the process
+    at the deadline, and nothing says who waited for what. The caller reads the reduced scalars next: it costs nothing.
 
     Args:
         placement: see :func:`read_placement`.
         timeout_s: deadline of a collective; a rank that died ends the others within it.
+
+    Raises:
+        LostRanksError: not all ranks came.
     """
 
     def __init__(self, placement: Placement, timeout_s: float) -> None:
         self.rank = placement.rank
         self.world = placement.world
         self.device = placement.device
+        self.step: int | None = None
+        """That the ranks are in, for the sentence about a lost one; ``None`` before the first."""
         self._timeout_s = timeout_s
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self.world > 1:
-            dist.init_process_group(
-                "nccl" if self.device.type == "cuda" else "gloo",
-                timeout=timedelta(seconds=timeout_s),
-                device_id=self.device if self.device.type == "cuda" else None,
-            )
+            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+            with self._together("the start of the group"):
+                store, rank, world = _meeting_place(timedelta(seconds=timeout_s))
+                dist.init_process_group(
+                    "nccl" if self.device.type == "cuda" else "gloo",
+                    store=store,
+                    rank=rank,
+                    world_size=world,
+                    timeout=timedelta(seconds=timeout_s),
+                    device_id=self.device if self.device.type == "cuda" else None,
+                )
 
     @classmethod
     def start(cls, ranks: int, device: str, timeout_s: float) -> LearnerGroup:
@@ -86,13 +106,13 @@ class LearnerGroup:
     def all_reduce_flat(self, flat: FlatParameters) -> None:
         """Sum gradient and scalar tail over the ranks: the one collective of an update."""
         if self.world > 1:
-            with self._together():
+            with self._together("the all_reduce of the gradients"):
                 dist.all_reduce(flat.grad_and_tail)
 
     def broadcast_flat(self, flat: FlatParameters) -> None:
         """Give every rank the parameters of rank 0."""
         if self.world > 1:
-            with self._together():
+            with self._together("the broadcast of the parameters"):
                 dist.broadcast(flat.data, src=0)
         flat.refresh()
 
@@ -101,25 +121,29 @@ class LearnerGroup:
         if self.world == 1:
             return number
         tensor = torch.tensor([number], dtype=torch.float64, device=self.device)
-        with self._together():
+        with self._together("the broadcast of a number"):
             dist.broadcast(tensor, src=0)
-        return float(tensor)
+            return float(tensor)
+
+    def draw_name(self) -> str:
+        """A random name for this life of the group, the same on all ranks."""
+        return f"{int(self.broadcast_number(float(secrets.randbits(52)))):013x}"
 
     def sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
         """Sum a few float64 numbers over the ranks; they come from the CPU and go back there."""
         if self.world == 1:
             return numbers
         summed = numbers.to(self.device, copy=True)
-        with self._together():
+        with self._together("the sum of numbers over the ranks"):
             dist.all_reduce(summed)
-        return summed.cpu()
+            return summed.cpu()
 
     def all_agree(self, willing: bool) -> bool:
         """Whether all ranks are willing to go on; keeps one from entering a collective that another will not join."""
         if self.world == 1:
             return willing
         tensor = torch.tensor([int(willing)], device=self.device)
-        with self._together():
+        with self._together("the vote on going on"):
             dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
             return bool(tensor.item())
 
@@ -148,18 +172,29 @@ class LearnerGroup:
         """One unsigned 64-bit number per rank."""
         mine = torch.tensor([v - (1 << 63) for v in values], dtype=torch.int64, device=self.device)
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
-        with self._together():
+        with self._together("the comparison of checksums"):
             dist.all_gather(everyone, mine)
             return [int(t) for t in everyone]
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _together(self, operation: str) -> Iterator[None]:
         """A collective: what the backend raises when another rank is lost becomes one sentence."""
         try:
             yield
         except RuntimeError as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
-            raise AsyncRLError(
-                f"rank {self.rank} has lost the others: one has died, or did not join a collective within "
+            when = "before the first step" if self.step is None else f"of step {self.step}"
+            raise LostRanksError(
+                f"rank {self.rank} has lost the others in {operation} {when}: one has died, or did not join within "
                 f"learner.timeout_s = {self._timeout_s:g} s ({said[:160]})"
             ) from error
+
+
+def _meeting_place(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Where the ranks of this life find each other: store, rank, world.
+
+    torchrun gives every life of a group the same store, in which the addresses of the dead still stand: each life needs
+    names of its own, or it now and then waits for a rank that is no more.
+    """
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    return dist.PrefixStore(f"life_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), rank, world

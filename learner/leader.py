@@ -38,6 +38,7 @@ class Leader:
         out: run folder.
         client: connected to the server.
         run_id: names the weight segments.
+        epoch: of the versions that are published.
         domain: what is trained.
         timer: told when this process publishes and checkpoints.
         start: version that the run starts with.
@@ -50,6 +51,7 @@ class Leader:
         out: Path,
         client: Client,
         run_id: str,
+        epoch: int,
         domain: Domain,
         timer: StateTimer,
         start: int,
@@ -59,7 +61,7 @@ class Leader:
         self._domain = domain
         self._timer = timer
         self._start = start
-        self._publisher = Publisher(run_id, domain.published, config.weights.chunk_bytes, config.dtype)
+        self._publisher = Publisher(run_id, domain.published, config.weights.chunk_bytes, config.dtype, epoch)
         self._metrics = MetricsWriter(out, config, start)
         self._checkpoints = Checkpoints(out.resolve(), config.checkpoint.keep)
         self._out = out
@@ -136,6 +138,8 @@ class Leader:
         """Finished evaluations as metrics; each goes into one line only."""
         metrics: Metrics = {}
         for evaluation in evaluations:
+            if evaluation["version"] == self._last_eval:  # a restarted server tells of the newest once more
+                continue
             self._last_eval = max(self._last_eval, evaluation["version"])
             metrics |= {f"eval/{name}": value for name, value in evaluation["metrics"].items()}
             metrics["eval/version"] = float(evaluation["version"])

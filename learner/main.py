@@ -1,6 +1,6 @@
 """One rank that trains a language model, started by torchrun.
 
-torchrun --nproc-per-node N -m learner.main CONFIG.toml --out DIR --connect tcp://HOST:PORT [--resume CHECKPOINT]
+torchrun --nproc-per-node N -m learner.main CONFIG.toml --out DIR --connect tcp://HOST:PORT
 
 What a rank does from its start to its end is in :mod:`learner.rank`.
 """

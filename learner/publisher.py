@@ -32,6 +32,7 @@ class Publisher:
         tensors: where each tensor lies in the flat vector. What lies behind the last one is not published.
         chunk_bytes: bytes per checksum, a multiple of 4.
         dtype: type of the published tensors; master weights are cast during the copy.
+        epoch: of the versions, see :attr:`async_rl.weights.manifest.Manifest.epoch`.
 
     Raises:
         ConfigError: ``chunk_bytes`` would split an element.
@@ -39,7 +40,12 @@ class Publisher:
     """
 
     def __init__(
-        self, run_id: str, tensors: Layout, chunk_bytes: int, dtype: Literal["float32", "bfloat16"] = "float32"
+        self,
+        run_id: str,
+        tensors: Layout,
+        chunk_bytes: int,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        epoch: int = 0,
     ) -> None:
         if chunk_bytes < 4 or chunk_bytes % 4:
             raise ConfigError(
@@ -50,7 +56,7 @@ class Publisher:
         for name, shape, _, numel in tensors:
             if math.prod(shape) != numel:
                 raise ValueError(f"layout: {name} {shape} does not have {numel} elements")
-        self._run_id = run_id
+        self._run_id, self._epoch = run_id, epoch
         self._chunk_bytes = chunk_bytes
         self._tensors = tuple(Tensor(name, dtype, tuple(shape), first * size) for name, shape, first, _ in tensors)
         self._numel = max((first + numel for _, _, first, numel in tensors), default=0)
@@ -85,6 +91,7 @@ class Publisher:
             checksum=combine(chunks),
             segment=str(segment.path),
             host=self._host,
+            epoch=self._epoch,
         )
 
     def close(self) -> None:

@@ -1,7 +1,10 @@
 """One rank of the learner group, whatever it trains; ``learner.main`` and ``learner.control.main`` are its processes.
 
-join the group ─► hello ─► domain (from the checkpoint) ─► broadcast ─► publish the start version
-  ─► train until done or stopped ─► checkpoint ─► done ─► the server's stop ─► close
+join the group ─► newest checkpoint ─► hello(step, life of the group) ─► domain ─► broadcast
+  ─► publish the start version ─► train until done or stopped ─► checkpoint ─► done ─► the server's stop ─► close
+
+A rank whose partners are gone, or whom the server wants to begin anew, ends with an exit code that says: start me again
+(:class:`async_rl.errors.StartAgainError`). Any other error ends the run.
 """
 
 from __future__ import annotations
@@ -9,19 +12,20 @@ from __future__ import annotations
 import argparse
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from async_rl.client import Client, Stopped
 from async_rl.config import RunConfig
-from async_rl.errors import AsyncRLError
+from async_rl.curve import ClientKeys
+from async_rl.errors import AsyncRLError, HandshakeError, StartAgainError
 from async_rl.process import die_with_parent
 from async_rl.timer import StateTimer
-from learner.checkpoint import fresh_state, read_state
 from learner.domain import Domain
 from learner.group import LearnerGroup
 from learner.leader import Leader
+from learner.start import Start, find_start
 from learner.trainer import Trainer
 
 CONNECT_TIMEOUT_S = 60.0
@@ -37,7 +41,7 @@ class Rank:
     timer: StateTimer
     out: Path
     """Run folder."""
-    resume: Path | None
+    resume: Path | None = None
     """Checkpoint folder to continue from."""
 
     @property
@@ -57,7 +61,6 @@ def main(read: Callable[[str], C], build: Callable[[C, Rank], Domain]) -> None:
     parser.add_argument("config")
     parser.add_argument("--out", type=Path, required=True, help="run folder")
     parser.add_argument("--connect", required=True, help="address of the buffer server, tcp://HOST:PORT")
-    parser.add_argument("--resume", type=Path, help="checkpoint folder to continue from")
     args = parser.parse_args()
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into an orderly stop
@@ -65,13 +68,30 @@ def main(read: Callable[[str], C], build: Callable[[C, Rank], Domain]) -> None:
     signal.signal(signal.SIGTERM, lambda number, _: terminations.append(number))
     config = read(args.config)
     group = LearnerGroup.start(config.learner.ranks, config.device, config.learner.timeout_s)
-    rank = Rank(group=group, timer=StateTimer(), out=args.out, resume=args.resume)
+    rank = Rank(group=group, timer=StateTimer(), out=args.out)
     name = f"learner{group.rank}"
-    with Client(args.connect, "learner", name, config.contract_hash(), group.rank, group.world) as client:
+    start = find_start(config, args.out, group, lambda folder: build(config, replace(rank, resume=folder)))
+    with Client(
+        args.connect,
+        "learner",
+        name,
+        config.contract_hash(),
+        rank=group.rank,
+        world=group.world,
+        step=start.state.step,
+        group=start.life,
+        keys=ClientKeys.of(config.buffer.keys),
+    ) as client:
         client.beat_info = lambda: {"timer": rank.timer.drain()}
         try:
             welcome = client.connect(CONNECT_TIMEOUT_S)
-            run(config, rank, build, client, welcome, lambda: bool(terminations))
+            run(config, rank, build, start, client, welcome, lambda: bool(terminations))
+        except StartAgainError:
+            raise
+        except HandshakeError as error:
+            if error.code in ("ahead", "replaced"):
+                raise StartAgainError(f"{name}: {error}") from None
+            raise
         except Stopped as stop:
             raise AsyncRLError(f"{name}: the run ended: {stop.reason}") from None
         except Exception as error:
@@ -83,21 +103,21 @@ def run(
     config: C,
     rank: Rank,
     build: Callable[[C, Rank], Domain],
+    start: Start,
     client: Client,
     welcome: dict[str, Any],
     terminated: Callable[[], bool],
 ) -> None:
     """Build the parts of this rank, train, and end in order."""
     group, timer = rank.group, rank.timer
-    state = read_state(rank.resume, config) if rank.resume else fresh_state(config)
+    state = start.state
     if welcome["next_step"] != state.step:
         raise AsyncRLError(
-            f"the server continues with step {welcome['next_step']}, this learner with step {state.step}: start both "
-            "with the same --resume"
+            f"the server continues with step {welcome['next_step']}, this learner with step {state.step}: they do not "
+            "share a run folder, or the checkpoint was exchanged; start both again"
         )
-    domain = build(config, rank)
-    if rank.resume:
-        domain.load(rank.resume)
+    domain = start.domain(lambda folder: build(config, replace(rank, resume=folder)))
+    if start.checkpoint is not None:
         domain.set_numbers({name: group.broadcast_number(n) for name, n in sorted(state.numbers.items())})
     group.broadcast_flat(domain.flat)
     leader = None
@@ -107,6 +127,7 @@ def run(
             out=rank.out,
             client=client,
             run_id=welcome["run_id"],
+            epoch=welcome["epoch"],
             domain=domain,
             timer=timer,
             start=state.step,

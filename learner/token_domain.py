@@ -135,7 +135,10 @@ def save_model(folder: Path, updater: Updater, tokenizer: Any) -> None:
     tensors |= {name: buffer.detach().cpu().clone() for name, buffer in _persistent_buffers(policy).items()}
     disable_progress_bar()
     policy.save_pretrained(model_folder(folder), state_dict=tensors)
-    tokenizer.save_pretrained(model_folder(folder))
+    try:
+        tokenizer.save_pretrained(model_folder(folder))
+    except Exception as error:  # its Rust part raises no OSError when the disk is full
+        raise OSError(f"{model_folder(folder)}: the tokenizer could not be written: {error}") from error
     if updater.networks.critic is not None:
         save_file(updater.flat.tensors("critic"), folder / _CRITIC)
     save_file(updater.optimizer.state(), folder / _OPTIMIZER)

@@ -84,6 +84,7 @@ class Trainer:
         self._publish(-1)
         self._row_at = time.monotonic()
         while self._step < self._config.steps:
+            self._group.step = self._step
             began = time.monotonic()
             shard = self._next_shard()
             waited_s = time.monotonic() - began
@@ -96,10 +97,8 @@ class Trainer:
 
     def _next_shard(self) -> tuple[Header, Sequence[Frame]] | None:
         self._timer.enter("waiting_data")
-        if self._terminated():
-            return None
         try:
-            return self._client.request("next", "shard", step=self._step)
+            return self._client.request("next", "shard", give_up=self._terminated, step=self._step)
         except Stopped as stop:
             if stop.error:
                 raise

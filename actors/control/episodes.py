@@ -19,6 +19,7 @@ import torch
 
 from actors.control.collector import EnvironmentFault, check_outcome
 from actors.control.environments.base import Environment, Observations, Step
+from actors.control.environments.seeds import process_seed
 from actors.control.judges import make_judge
 from actors.control.policy import Policy
 from async_rl.config import ControlConfig
@@ -37,16 +38,15 @@ class EpisodeCollector:
     """Plays groups of episodes; a :class:`~actors.control.collector.Gatherer`.
 
     Args:
-        config: ``episodes`` decides, ``seed`` is of the starts.
+        config: ``episodes`` decides, ``seed`` is of starts and actions.
         environment: G of them.
         policy: not recurrent; holds a version whenever :meth:`step` is called.
-        seed: of the actions.
 
     Raises:
         ConfigError: another number of environments than episodes of a group, or nothing can judge them.
     """
 
-    def __init__(self, config: ControlConfig, environment: Environment, policy: Policy, seed: int) -> None:
+    def __init__(self, config: ControlConfig, environment: Environment, policy: Policy) -> None:
         if environment.num_envs != config.group_size:
             raise ConfigError(
                 f"a group has episodes.group_size = {config.group_size} episodes, and there are {environment.num_envs} "
@@ -55,13 +55,14 @@ class EpisodeCollector:
         self._id, self._seed, self._max_steps = config.env.id, config.seed, config.episodes.max_steps
         self._environment, self._policy = environment, policy
         self._judge = make_judge(config.episodes.reward)
-        self._generator = torch.Generator(policy.device).manual_seed(seed)
+        self._generator = torch.Generator(policy.device)
         self._ticket: Ticket | None = None
 
     @torch.inference_mode()
     def begin(self, ticket: Ticket) -> None:
-        """Start all episodes in the state of the ticket's task."""
+        """Start all episodes in the state of the ticket's task; a ticket that was lost is played again as it was."""
         self._ticket = ticket
+        self._generator.manual_seed(process_seed(self._seed, f"ordinal {ticket.ordinal}", ticket.draw))
         observations = self._environment.reset_alike(start_seed(self._seed, ticket.task_index))
         self._played = _Played(self._environment, self._policy.action.kind == "continuous", observations)
 

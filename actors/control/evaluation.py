@@ -20,6 +20,7 @@ from actors.main import CONNECT_TIMEOUT_S
 from actors.receiver import Receiver
 from async_rl.client import Client
 from async_rl.config import ControlConfig, load_control
+from async_rl.curve import ClientKeys
 from async_rl.process import run_guarded
 from async_rl.timer import StateTimer
 from async_rl.weights.manifest import Manifest
@@ -60,13 +61,14 @@ def main() -> None:
     config = load_control(args.config)
     timer = StateTimer()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with Client(args.connect, "evaluator", args.name, config.contract_hash()) as client:
+    keys = ClientKeys.of(config.buffer.keys)
+    with Client(args.connect, "evaluator", args.name, config.contract_hash(), keys=keys) as client:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         client.beat_info = lambda: {"timer": timer.drain()}
         welcome = client.connect(CONNECT_TIMEOUT_S)
         with no_quiet_end(config.env.id), contextlib.ExitStack() as stack:
             policy, exam = make_exam(config, args.name, stack)
-            receiver = Receiver(config.weights.path, welcome["weights_address"], welcome["run_id"])
+            receiver = Receiver(config.weights.path, lambda: client.weights_address, welcome["run_id"], keys=keys)
             stack.callback(receiver.close)
             manifest = welcome.get("manifest")
             Evaluator(config, client, policy, receiver, exam, timer).run(

@@ -20,6 +20,7 @@ from actors.main import CONNECT_TIMEOUT_S, report
 from actors.receiver import Receiver
 from async_rl.client import Client
 from async_rl.config import ControlConfig, load_control
+from async_rl.curve import ClientKeys
 from async_rl.models import device_for
 from async_rl.process import run_guarded
 from async_rl.timer import StateTimer
@@ -54,7 +55,7 @@ def make_gatherer(config: ControlConfig, environment: Environment, policy: Polic
     if config.algorithm.name == "grpo":
         from actors.control.episodes import EpisodeCollector
 
-        return EpisodeCollector(config, environment, policy, seed)
+        return EpisodeCollector(config, environment, policy)
     return Collector(config, environment, policy, seed)
 
 
@@ -69,7 +70,8 @@ def main() -> None:
     num_envs = config.group_size if config.algorithm.name == "grpo" else config.env.num_envs
     timer = StateTimer()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into an orderly stop
-    with Client(args.connect, "actor", args.name, config.contract_hash()) as client:
+    keys = ClientKeys.of(config.buffer.keys)
+    with Client(args.connect, "actor", args.name, config.contract_hash(), keys=keys) as client:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         client.beat_info = lambda: {"timer": timer.drain()}
         welcome = client.connect(CONNECT_TIMEOUT_S)
@@ -77,7 +79,7 @@ def main() -> None:
         with no_quiet_end(config.env.id), contextlib.ExitStack() as stack:
             environment, policy = make_player(config, num_envs, seed, args.name)
             stack.callback(environment.close)
-            receiver = Receiver(config.weights.path, welcome["weights_address"], welcome["run_id"])
+            receiver = Receiver(config.weights.path, lambda: client.weights_address, welcome["run_id"], keys=keys)
             stack.callback(receiver.close)
             rollout = Rollout(
                 config=config,

@@ -29,7 +29,7 @@ class Request:
     """Token ids [num_prompt]."""
     num_samples: int
     seed: tuple[int, ...]
-    """Identifies the random stream, e.g. (run seed, ordinal, attempt). With the ``torch`` engine the same seed, prompt
+    """Identifies the random stream, e.g. (run seed, ordinal, draw). With the ``torch`` engine the same seed, prompt
     and weights give the same tokens whatever else is decoded beside them; vLLM's CPU build ignores it (VLLM fault with
     seeded requests), but seeds each engine differently."""
     max_new_tokens: int

@@ -15,6 +15,7 @@ from async_rl.config import Config, load_config
 from async_rl.errors import ConfigError
 from async_rl.models import context_length, load_tokenizer, resolve_model, stop_token_ids
 from async_rl.process import run_guarded
+from async_rl.sandbox import Sandbox
 from async_rl.tasks import Problem, load_task
 from async_rl.tasks.prompt import encode_prompt
 from async_rl.tasks.turns import observation_encoder
@@ -55,7 +56,7 @@ def first_observation(config: Config, problem: Problem) -> str:
         ConfigError: the environment cannot be imported, a reset fails, or the two are not alike.
     """
     task = config.task
-    pool = EnvironmentPool(task.environment, task.timeout_s, 1)
+    pool = EnvironmentPool(task.environment, task.timeout_s, 1, sandbox=Sandbox.of(task))
     try:
         columns = {**problem.columns, "prompt": problem.prompt}
         for _ in range(2):

@@ -23,11 +23,13 @@ from actors.environments.base import Turn
 from actors.verifiers.child import Source
 from actors.verifiers.child_pool import ChildPool, Worker
 from actors.verifiers.wire import pack
+from async_rl.sandbox import Limit, Sandbox
 
-Outcome = Literal["ok", "timeout", "error", "bad_result", "died", "lost"]
+Outcome = Literal["ok", "timeout", "error", "bad_result", "died", "lost"] | Limit
 
 _GRACE_S = 1.0
 """Added to the limit of a silent child: it gives up what merely awaits before that."""
+_SANDBOX = Sandbox()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +61,22 @@ class EnvironmentPool(ChildPool[_Worker, Reply]):
         timeout_s: limit of one call; the import of the module is not part of it.
         workers: most child processes; the second is started with the second episode.
         search_dir: folder that comes first in the search for the module, then the working directory.
+        sandbox: limits of each child.
 
     Raises:
         ConfigError: the environment cannot be imported or made; says why.
     """
 
-    def __init__(self, environment: str, timeout_s: float, workers: int, search_dir: Path | None = None) -> None:
-        source = Source(function=environment, parameters={"timeout_s": timeout_s}, setting="task.environment")
+    def __init__(
+        self,
+        environment: str,
+        timeout_s: float,
+        workers: int,
+        search_dir: Path | None = None,
+        sandbox: Sandbox = _SANDBOX,
+    ) -> None:
+        parameters = {"timeout_s": timeout_s}
+        source = Source(function=environment, parameters=parameters, setting="task.environment", sandbox=sandbox)
         super().__init__(source, "actors.environments.worker", _Worker, search_dir)
         self._timeout_s, self._target = timeout_s, workers
         self._home: dict[int, _Worker] = {}
@@ -145,7 +156,7 @@ class EnvironmentPool(ChildPool[_Worker, Reply]):
             if failure is not None:
                 self._end(worker, "died", f"a new environment process did not start: {failure}")
         elif worker.child.gone:
-            self._end(worker, "died", "the environment ended its process")
+            self._end(worker, *self._end_of(worker, "environment"))
         elif time.monotonic() >= worker.deadline:
             detail = f"the environment blocked its process for longer than {self._timeout_s:g} s and was killed"
             self._end(worker, "timeout", detail)

@@ -3,8 +3,8 @@
     socket ──► {episode, do: reset | act | close, ...} ──► task of the episode ──► Environment ──► reply ──► socket
 
 Started by ``actors.environments.pool`` with: descriptor, parent's pid, ``task.environment``, parameters (JSON:
-``timeout_s``), folders to search. A call that awaits for too long is given up here, and the other episodes go on; one
-that blocks the loop holds up the replies, which the parent notices.
+``timeout_s``), limits (see ``actors.verifiers.worker``), folders to search. A call that awaits for too long is given
+up here, and the other episodes go on; one that blocks the loop holds up the replies, which the parent notices.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 
 from actors.environments.base import Environment, Turn
 from actors.verifiers.wire import Unpacker, pack
-from actors.verifiers.worker import LoadError, import_callable, tail_of
-from async_rl.process import die_with_parent
+from actors.verifiers.worker import LoadError, enter, import_callable, slug_of, tail_of
+from async_rl.sandbox import Sandbox
 from async_rl.tasks.environments import GYMNASIUM
 
 _CHUNK = 1 << 18
@@ -108,7 +108,7 @@ class Host:
                 raise  # given up or closed; else by user code itself, from a task that it awaits
             reply = {"outcome": "error", "detail": tail_of(error)}
         except (Exception, SystemExit) as error:
-            reply = {"outcome": "error", "detail": tail_of(error)}
+            reply = {"outcome": slug_of(error), "detail": tail_of(error)}
         finally:
             timer.cancel()
         if self._calls.get(episode) is asyncio.current_task():  # else it was given up or closed
@@ -171,20 +171,28 @@ def _fault_of(observation: Any) -> str:
     return ""
 
 
-async def serve(connection: socket.socket, factory: Factory, timeout_s: float) -> None:
+async def serve(connection: socket.socket, factory: Factory, timeout_s: float, sandbox: Sandbox | None) -> None:
     """Handle messages until the parent closes the socket."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
-    host = Host(factory, timeout_s, lambda message: writer.write(pack(message)))
+
+    def reply(message: Mapping[str, Any]) -> None:
+        writer.write(pack(message))
+        if sandbox is not None:
+            sandbox.grant_cpu()  # episodes share the process: each sign of life gives the others their time
+
+    host = Host(factory, timeout_s, reply)
     unpacker = Unpacker()
     while data := await reader.read(_CHUNK):
+        if sandbox is not None:
+            sandbox.grant_cpu()
         for message in unpacker.feed(data):
             host.handle(message)
 
 
 def main(argv: Sequence[str]) -> None:
     """Load the environment, say so, serve."""
-    descriptor, parent_pid, environment, parameters, *search = argv
-    die_with_parent(int(parent_pid))
+    descriptor, parent_pid, environment, parameters, limits, *search = argv
+    sandbox = enter(limits, int(parent_pid))
     sys.path[:0] = search
     # not inherited by what user code starts: the parent must see the end of the stream when this process ends
     connection = socket.socket(fileno=int(descriptor))
@@ -195,7 +203,7 @@ def main(argv: Sequence[str]) -> None:
         connection.sendall(pack({"ok": False, "detail": str(error)[:_DETAIL_CHARACTERS]}))
         return
     connection.sendall(pack({"ok": True, "detail": ""}))
-    asyncio.run(serve(connection, factory, json.loads(parameters)["timeout_s"]))
+    asyncio.run(serve(connection, factory, json.loads(parameters)["timeout_s"], sandbox))
 
 
 if __name__ == "__main__":

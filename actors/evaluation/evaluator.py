@@ -3,6 +3,7 @@
 server ──version──► receiver ──► holder of weights ◄──► exam ──► eval(version, metrics) ──► server
 
 Versions that need no evaluation are passed over; when several wait, the newest is taken, so the last is never missed.
+What an exam found is dropped when its version became void meanwhile: the learner has begun anew before it.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Evaluator:
         self._config, self._client, self._holder = config, client, holder
         self._receiver, self._exam, self._timer = receiver, exam, timer
         self._start: int | None = None
+        self._examined: Manifest | None = None
+        """None also once it is void."""
 
     def run(self, first: Manifest | None, start_version: int | None) -> None:
         """Evaluate until the server stops us.
@@ -91,6 +94,9 @@ class Evaluator:
     def _announce(self, manifest: Manifest) -> None:
         if self._start is None:
             self._start = manifest.version
+        examined = self._examined
+        if examined is not None and manifest.epoch > examined.epoch and manifest.version < examined.version:
+            self._examined = None
         if is_evaluated(self._config, manifest.version, self._start):
             self._receiver.fetch(manifest)
 
@@ -105,15 +111,22 @@ class Evaluator:
         version = prepared.manifest.version
         self._client.send(
             "live",
+            epoch=prepared.manifest.epoch,
             version=version,
             checksum=checksum,
             transfer_s=prepared.transfer_s,
             commit_s=time.monotonic() - began,
         )
+        self._examined = prepared.manifest
         with self._timer.during("evaluating"):
             result = self._exam(self._messages)
+        if self._examined is None:
+            print(f"evaluator: version {version} is void, the learner has begun anew before it", flush=True)
+            return
+        self._examined = None
         self._client.send(
             "eval",
+            epoch=prepared.manifest.epoch,
             version=version,
             metrics={**result.metrics, "wall_s": time.monotonic() - began},
             samples=result.samples,

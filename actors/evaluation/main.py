@@ -23,6 +23,7 @@ from actors.players.factory import Setting
 from actors.receiver import Receiver
 from async_rl.client import Client
 from async_rl.config import load_config
+from async_rl.curve import ClientKeys
 from async_rl.data import is_correct
 from async_rl.models import resolve_model
 from async_rl.process import run_guarded
@@ -57,7 +58,8 @@ def main() -> None:
     )
     timer = StateTimer()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with Client(args.connect, "evaluator", args.name, config.contract_hash()) as client:
+    keys = ClientKeys.of(config.buffer.keys)
+    with Client(args.connect, "evaluator", args.name, config.contract_hash(), keys=keys) as client:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         client.beat_info = lambda: {"timer": timer.drain()}
         welcome = client.connect(CONNECT_TIMEOUT_S)
@@ -71,7 +73,7 @@ def main() -> None:
             stack.callback(engine.close)
             exam = make_exam(setting, engine, data.heldout[: config.eval.problems])
             stack.callback(exam.close)
-            receiver = Receiver(config.weights.path, welcome["weights_address"], welcome["run_id"])
+            receiver = Receiver(config.weights.path, lambda: client.weights_address, welcome["run_id"], keys=keys)
             stack.callback(receiver.close)
             manifest = welcome.get("manifest")
             Evaluator(config, client, engine, receiver, functools.partial(examine, exam), timer).run(

@@ -150,7 +150,7 @@ class Episodes:
     def _go_on(self, job: Job, sample: int, reply: Reply) -> None:
         if reply.turn is None:
             final = reply.outcome in ("error", "bad_result")
-            final = final or (reply.outcome != "lost" and job.attempt >= MAX_ATTEMPTS - 1)
+            final = final or (reply.outcome != "lost" and job.draw >= MAX_ATTEMPTS - 1)
             self._fail(job, "environment", reply.outcome, reply.detail, final=final)
         elif job in self._prompts:
             self._prompts[job][sample] = reply.turn.observation

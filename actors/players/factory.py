@@ -23,6 +23,7 @@ from actors.players.work import Player
 from actors.rewards.pool import make_reward_pool
 from async_rl.config import Config
 from async_rl.models import context_length, load_tokenizer, stop_token_ids
+from async_rl.sandbox import Sandbox
 from async_rl.tasks.prompt import decode_completion, encode_prompt
 from async_rl.tasks.turns import observation_encoder
 
@@ -70,7 +71,7 @@ def make_episodes(setting: Setting, engine: Engine, temperature: float) -> Episo
     config, task = setting.config, setting.config.task
     tokenizer, stops = load_tokenizer(setting.folder), stop_token_ids(setting.folder)
     observe = observation_encoder(tokenizer, stops, chat=task.chat)
-    pool = EnvironmentPool(task.environment, task.timeout_s, task.verifiers, setting.search)
+    pool = EnvironmentPool(task.environment, task.timeout_s, task.verifiers, setting.search, Sandbox.of(task))
     try:
         scoring = _further_sources(setting)
     except BaseException:

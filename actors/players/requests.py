@@ -3,7 +3,7 @@
     job ──first: one request, all samples──► engine ──completion──► owner: (job, sample)
         ──later: one request per episode───►
 
-Each request has a random stream of its own: (run seed, ordinal, attempt), then also (sample, turn).
+Each request has a random stream of its own: (run seed, ordinal, draw), then also (sample, turn).
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ class Job:
     problem: Problem
     size: int
     seed: tuple[int, ...]
-    """Identifies the random streams: (run seed, ordinal, attempt)."""
-    attempt: int = 0
-    """How often it was tried before."""
+    """Identifies the random streams: (run seed, ordinal, draw)."""
+    draw: int = 0
+    """How often it failed by its content before, see :attr:`async_rl.protocol.Ticket.draw`."""
     transcripts: list[Transcript] = field(default_factory=list)
     """One per sample, from the moment at which the prompt is known."""
     prompt: str = ""

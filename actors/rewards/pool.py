@@ -16,6 +16,7 @@ from typing import Any
 from actors.verifiers.child import Source
 from actors.verifiers.pool import Verdict, VerifierPool
 from async_rl.config import Config
+from async_rl.sandbox import Sandbox
 
 MODEL_START_S = 900.0
 """Limit of loading a reward model."""
@@ -56,7 +57,7 @@ def _start(weights: Mapping[str, float], pool: Callable[[str], VerifierPool]) ->
 
 
 def _verifier(config: Config, default_verifier: str) -> Source:
-    return Source(function=default_verifier)
+    return Source(function=default_verifier, sandbox=Sandbox.of(config.task))
 
 
 def _reward_model(config: Config, default_verifier: str) -> Source:
@@ -71,6 +72,7 @@ def _reward_model(config: Config, default_verifier: str) -> Source:
         setting="reward.model_path",
         names_function=False,
         start_timeout_s=MODEL_START_S,
+        sandbox=None,
     )
 
 
@@ -85,6 +87,7 @@ def _judge(config: Config, default_verifier: str) -> Source:
         },
         setting="reward.judge_url",
         names_function=False,
+        sandbox=None,
     )
 
 

@@ -73,7 +73,7 @@ def load_classifier(folder: Path) -> Any:
     logging.disable_progress_bar()
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, use_safetensors=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{folder}: no sequence classification model can be loaded: {error}") from None

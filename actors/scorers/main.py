@@ -21,6 +21,7 @@ from typing import Any
 from actors.scorers.stage import Failure, Stage
 from async_rl.client import Client
 from async_rl.config import Config, load_config
+from async_rl.curve import ClientKeys
 from async_rl.data import Annotation, Group
 from async_rl.process import run_guarded
 from async_rl.protocol import STAGES
@@ -196,7 +197,8 @@ def main() -> None:
     config = load_config(args.config)
     timer = StateTimer()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into an orderly stop
-    with Client(args.connect, "scorer", name, config.contract_hash(), stage=args.role) as client:
+    keys = ClientKeys.of(config.buffer.keys)
+    with Client(args.connect, "scorer", name, config.contract_hash(), stage=args.role, keys=keys) as client:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         client.beat_info = lambda: {"timer": timer.drain()}
         client.connect(CONNECT_TIMEOUT_S)

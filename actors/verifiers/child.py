@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -10,14 +11,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from actors.verifiers.wire import Unpacker
+from async_rl.sandbox import Sandbox
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CHUNK = 1 << 18
+_END_S = 0.5
+"""A process whose socket is closed has its exit code after this time, unless it lives on without the socket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +39,8 @@ class Source:
     """Limit of the import and of that one call."""
     names_function: bool = True
     """Whether the setting's value is the function; else it is one of ours that the user has not heard of."""
+    sandbox: Sandbox | None = field(default_factory=Sandbox)
+    """Limits of the child; ``None`` for our own code that needs the network, secrets or a model's memory."""
 
 
 class Child:
@@ -58,6 +64,9 @@ class Child:
         path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
         descriptor = str(theirs.fileno())
         parameters = "" if source.parameters is None else json.dumps(dict(source.parameters))
+        sandbox = source.sandbox
+        limits = "" if sandbox is None else json.dumps(dataclasses.asdict(sandbox))
+        env = dict(os.environ) if sandbox is None else sandbox.environment(os.environ)
         with theirs:
             # -P: a file of the user's must not take the place of a module of ours or of the standard library
             self._process = subprocess.Popen(
@@ -71,11 +80,12 @@ class Child:
                     str(os.getpid()),
                     source.function,
                     parameters,
+                    limits,
                     *search,
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path},
+                env={**env, "PYTHONPATH": path},
                 start_new_session=True,
             )
 
@@ -114,6 +124,11 @@ class Child:
         with contextlib.suppress(ProcessLookupError):  # ended and reaped already
             os.killpg(self._process.pid, signal.SIGKILL)
         self._socket.close()
+
+    def exit_code(self) -> int | None:
+        """Kill it; how a process ended whose end of the socket is closed, negative for a signal; ``None``: unknown."""
+        self.kill()
+        return self._process.returncode if self.reap(_END_S) else None
 
     def reap(self, timeout_s: float = 0.0) -> bool:
         """Collect the exit status of a killed process; false if it is not there yet."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import select
+import signal
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from actors.verifiers.child import Child, Source
 from async_rl.errors import ConfigError
+from async_rl.sandbox import Limit
 
 
 @dataclass(slots=True)
@@ -136,6 +138,17 @@ class ChildPool(ABC, Generic[W, R]):
         if time.monotonic() >= worker.deadline:
             return f"the import took longer than {self._source.start_timeout_s:.0f} s"
         return None
+
+    def _end_of(self, worker: W, who: str) -> tuple[Limit | Literal["died"], str]:
+        """Why a child is gone, outcome and detail; it is killed, if it lives on without its socket."""
+        code = worker.child.exit_code()
+        sandbox = self._source.sandbox
+        if sandbox is not None and (limit := sandbox.fatal_limit(code)) is not None:
+            return limit[0], f"the {who} {limit[1]}"
+        if code is None or code == -signal.SIGKILL:
+            return "died", f"the {who} ended its process"
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return "died", f"the {who} ended its process ({how})"
 
     def _kill(self, worker: W) -> None:
         worker.child.kill()

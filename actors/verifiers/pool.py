@@ -22,8 +22,9 @@ from actors.verifiers.child import Source
 from actors.verifiers.child_pool import ChildPool, Worker
 from actors.verifiers.wire import pack
 from async_rl.errors import ConfigError
+from async_rl.sandbox import Limit
 
-Outcome = Literal["ok", "timeout", "error", "bad_result", "died"]
+Outcome = Literal["ok", "timeout", "error", "bad_result", "died"] | Limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,8 @@ class Verdict:
     rewards: list[float] | None
     """One per completion, NaN where the verifier gave NaN or None; ``None`` unless the outcome is ``ok``."""
     outcome: Outcome
-    """``bad_result``: not a list of one finite number per completion; ``died``: the child ended or could not start."""
+    """``bad_result``: not a list of one finite number per completion; ``died``: the child ended or could not start; a
+    limit: see :mod:`async_rl.sandbox`."""
     detail: str
     """For people: the end of the traceback, what was wrong with the result, which limit was passed."""
 
@@ -134,7 +136,7 @@ class VerifierPool(ChildPool[_Worker, Verdict]):
         if not (late or worker.child.gone):
             return
         if worker.call is not None and worker.child.gone:
-            self._conclude(worker.call, "died", "the verifier ended its process")
+            self._conclude(worker.call, *self._end_of(worker, "verifier"))
         elif worker.call is not None:
             self._conclude(
                 worker.call, "timeout", f"the verifier took longer than {self._timeout_s:g} s and was killed"

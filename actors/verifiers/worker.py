@@ -2,9 +2,9 @@
 
     socket ──► {prompts, completions, columns} ──► f(**accepted) ──► checked rewards ──► socket
 
-Started by ``actors.verifiers.child`` with descriptor, parent's pid, ``module:function``, parameters, folders to search.
-With parameters (JSON) the function is called once with them and returns the one that scores, so that a model is loaded
-once in the life of a child.
+Started by ``actors.verifiers.child`` with descriptor, parent's pid, ``module:function``, parameters, limits, folders to
+search. With parameters (JSON) the function is called once with them and returns the one that scores, so that a model is
+loaded once in the life of a child. Limits are the fields of a :class:`~async_rl.sandbox.Sandbox` (JSON), or empty.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 from actors.verifiers.wire import Unpacker, pack
 from async_rl.errors import ConfigError
 from async_rl.process import die_with_parent
+from async_rl.sandbox import Sandbox, limit_hit
 
 _CHUNK = 1 << 18
 _TRACEBACK_LINES = 6
@@ -125,7 +126,7 @@ def answer(function: Verifier, accepted: frozenset[str] | None, call: Mapping[st
     try:
         result = function(**arguments)
     except (Exception, SystemExit) as error:
-        return {"outcome": "error", "rewards": None, "detail": tail_of(error)}
+        return {"outcome": slug_of(error), "rewards": None, "detail": tail_of(error)}
     try:
         rewards = check_rewards(result, len(call["completions"]))
     except Exception as error:  # float() of a user's object may raise anything
@@ -133,16 +134,36 @@ def answer(function: Verifier, accepted: frozenset[str] | None, call: Mapping[st
     return {"outcome": "ok", "rewards": rewards, "detail": ""}
 
 
+def slug_of(error: BaseException) -> str:
+    """The outcome of a call that raised: the limit that it hit, or ``error``."""
+    limit = limit_hit(error)
+    return "error" if limit is None else limit[0]
+
+
 def tail_of(error: BaseException) -> str:
-    """Return the last lines of a traceback."""
+    """Return the last lines of a traceback, and which limit was hit if one was."""
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    if (limit := limit_hit(error)) is not None:
+        lines[-1] += f" ({limit[1]})"
     return "\n".join(lines[-_TRACEBACK_LINES:])[-_DETAIL_CHARACTERS:]
+
+
+def enter(limits: str, parent_pid: int) -> Sandbox | None:
+    """Limit this process before any code of the user runs, and have it die with its parent."""
+    sandbox = None
+    if limits:
+        fields = json.loads(limits)
+        sandbox = Sandbox(**{**fields, "keep_env": tuple(fields["keep_env"])})
+        if why := sandbox.enter():
+            print(f"the user's code keeps the network, which cannot be cut off here: {why}", flush=True)
+    die_with_parent(parent_pid)  # after a change of namespaces, which could undo it
+    return sandbox
 
 
 def main(argv: Sequence[str]) -> None:
     """Serve calls until the parent closes the socket."""
-    descriptor, parent_pid, verifier, parameters, *search = argv
-    die_with_parent(int(parent_pid))
+    descriptor, parent_pid, verifier, parameters, limits, *search = argv
+    sandbox = enter(limits, int(parent_pid))
     sys.path[:0] = search
     # not inherited by what user code starts: the parent must see the end of the stream when this process ends
     connection = socket.socket(fileno=int(descriptor))
@@ -157,6 +178,8 @@ def main(argv: Sequence[str]) -> None:
     unpacker = Unpacker()
     while data := connection.recv(_CHUNK):
         for call in unpacker.feed(data):
+            if sandbox is not None:
+                sandbox.grant_cpu()
             connection.sendall(pack(answer(function, accepted, call)))
 
 

@@ -6,9 +6,11 @@ ledger, roster, versions, evaluations ─► status (monitors) · stats (rank 0)
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from async_rl.buffer.batch_stats import BatchStats, describe_ages
+from async_rl.buffer.fields import numbers
 from async_rl.buffer.ledger import Ledger
 from async_rl.buffer.roster import Roster
 from async_rl.buffer.versions import Versions
@@ -33,12 +35,28 @@ class Account:
         """What rank 0 sent with its last step."""
         self.last: BatchStats | None = None
         """The newest trained batch."""
+        self.group = ""
+        """The life of the learner, see :class:`async_rl.buffer.learner_desk.LearnerDesk`."""
         self.status, self.reason = "running", ""
 
-    def evaluated(self, version: int, metrics: dict[str, float]) -> None:
-        """A finished evaluation."""
+    def evaluated(self, version: int, metrics: dict[str, float]) -> bool:
+        """A finished evaluation; False for a version that was evaluated before, whose repetition counts nothing."""
+        if any(known["version"] == version for known in self.evals):
+            return False
         self.evals.append({"version": version, "metrics": metrics})
         self._news.append(self.evals[-1])
+        return True
+
+    def restore(self, evals: Iterable[Mapping[str, Any]]) -> None:
+        """The evaluations that a restarted server finds in the run's files; rank 0 hears of the newest once more."""
+        known = [row for row in evals if type(row.get("version")) is int]
+        self.evals = [{"version": row["version"], "metrics": numbers(row.get("metrics"))} for row in known]
+        self._news = self.evals[-1:]
+
+    def rewind(self, step: int) -> None:
+        """Versions beyond ``step`` are void, and with them their evaluations."""
+        self.evals = [known for known in self.evals if known["version"] <= step]
+        self._news = [known for known in self._news if known["version"] <= step]
 
     def glance(self) -> dict[str, Any]:
         """The ``status`` message."""
@@ -56,8 +74,11 @@ class Account:
             "stages": self._stages(),
             "notices": self.notices,
             "evals": self.evals,
+            "learner": bool(self._roster.of("learner")),
+            "worked": [s.name for s in self._roster if s.useful],
+            "silent": self._roster.silent(),
             "fenced": [s.name for s in self._roster.of("actor") if s.fenced],
-            "clients": [s.to_plain() for s in self._roster],
+            "clients": self._roster.glance(),
         }
 
     def shard_stats(self) -> dict[str, Any]:
@@ -89,6 +110,9 @@ class Account:
             "run_id": self._run_id,
             "step": ledger.version,
             "steps": ledger.rules.steps,
+            "epoch": ledger.epoch,
+            "group": self.group,
+            "notices": self.notices,
             "books": ledger.books(),
             "filtered": dict(ledger.filtered),
             "failed": dict(ledger.failed),

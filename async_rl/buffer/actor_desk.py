@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from async_rl.buffer.acks import attempts_of, row
-from async_rl.buffer.fields import number, take
+from async_rl.buffer.fields import natural, number, shown, slug, take
 from async_rl.buffer.files import RunFiles
 from async_rl.buffer.ledger import Ledger
 from async_rl.buffer.post import Post
@@ -71,6 +71,7 @@ class ActorDesk:
         for group in groups:
             answer = self._ledger.submit(actor.name, group, now)
             results.append(row(group.ordinal, group.attempt, answer, self._refused))
+            actor.useful |= answer.fresh and answer.outcome == "accepted"
             known = answer.fresh and answer.outcome == "accepted" and "reward" not in self._ledger.rules.stages
             sample = sample_row(group) if known else None
             if sample is not None:
@@ -79,10 +80,11 @@ class ActorDesk:
 
     def fail(self, actor: Session, header: Header) -> None:
         """An attempt that the actor gave up."""
-        ordinal, attempt = take(header, "ordinal", int), take(header, "attempt", int)
-        reason, final = take(header, "reason", str)[:80], take(header, "final", bool)
+        ordinal, attempt = natural(header, "ordinal"), natural(header, "attempt")
+        final = take(header, "final", bool)
+        reason = slug(header, self._ledger.filtered if final else self._ledger.failed)
         answer = self._ledger.fail(actor.name, ordinal, attempt, reason, final=final)
-        detail = str(header.get("detail", ""))[:500]
+        detail = shown(header.get("detail", ""), 500)
         print(f"{actor.name} failed ordinal {ordinal} attempt {attempt}: {reason} {detail}", flush=True)
         self._post.send(actor, "ack", results=[row(ordinal, attempt, answer, self._refused)])
 
@@ -92,24 +94,39 @@ class ActorDesk:
         self._versions.time_commit(number(header, "transfer_s"), number(header, "commit_s"))
         if "pause_s" in header:
             self._versions.time_pause(number(header, "pause_s"))
-        if self._versions.proves(version, checksum):
+        if self._versions.proves(version, checksum) and version <= self._ledger.version:
             client.live = version
             client.asleep = False
+            if client.rejoined:  # it will say asleep once it has no tickets; without any it is told to rest
+                client.worked, client.rejoined = self._ledger.leases[client.name] > 0, False
             return
         client.live = -1
+        if client.role == "actor" and self._versions.is_void(take(header, "epoch", int, self._ledger.epoch), version):
+            self.cancel(self._ledger.lose(client.name, "void_version"))  # they may have tokens of it
+            print(f"{client.name} holds version {version}, which is void", flush=True)
+            return
         print(
             f"{client.name} does not hold version {version}: its checksum {checksum[:40]!r} was not published",
             flush=True,
         )
 
+    def leave_void(self, step: int) -> None:
+        """Versions beyond ``step`` are void: who holds one gets no tickets before it has a version that is not."""
+        for client in self._roster.of("actor", "evaluator"):
+            if client.live > step:
+                client.live = -1
+
     def asleep(self, actor: Session) -> None:
         """It has given its device back; tickets that were on their way to it go to others."""
-        actor.live, actor.asleep, actor.worked = -1, True, False
+        actor.live, actor.asleep, actor.worked, actor.rejoined = -1, True, False, False
         self.cancel(self._ledger.lose(actor.name, "asleep"))
 
     def in_use(self) -> list[str]:
         """Actors that may still use the device that the learner waits for; none where each has its own."""
-        return [s.name for s in self._roster.of("actor") if s.worked] if self._colocated else []
+        if not self._colocated:
+            return []
+        away = [s.name for s in self._roster.away() if s.role == "actor"]
+        return away + [s.name for s in self._roster.of("actor") if s.worked or s.rejoined]
 
     def rest(self) -> None:
         """Let those sleep that are awake for nothing: the learner trains on their device, too."""

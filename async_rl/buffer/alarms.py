@@ -19,7 +19,9 @@ def overdue_text(overdue: Overdue, ledger: Ledger, roster: Roster, notes: Sequen
         notes: what else is known to hold the run up; a row each.
     """
     rules = ledger.rules
-    actors = ", ".join(f"{s.name} ({s.state}, version {s.live}, {s.in_flight} in flight)" for s in roster.of("actor"))
+    actors = ", ".join(
+        f"{s.name} ({s.state}, version {s.live}, {len(s.held or ())} in flight)" for s in roster.of("actor")
+    )
     scorers = ", ".join(f"{s.name} ({s.stage}, {s.state})" for s in roster.of("scorer")) or "none"
     text = (
         f"no group {'became ready' if rules.stages else 'was accepted'} for {rules.watchdog_s:g} s, round "
@@ -35,3 +37,11 @@ def hung_learner_text(step: int, limit_s: float, roster: Roster) -> str:
     """The learner is at work on one step for longer than ``learner.step_deadline_s``."""
     ranks = ", ".join(f"rank {s.rank} {s.state}" for s in roster.of("learner")) or "none has joined"
     return f"the learner made no progress at step {step} for {limit_s:g} s (learner.step_deadline_s); ranks: {ranks}"
+
+
+def missing_learner_text(step: int, limit_s: float) -> str:
+    """No learner has come, or come back, in time."""
+    return (
+        f"no learner was connected for {limit_s:g} s (learner.step_deadline_s) at step {step}: it has died and was not "
+        "started again, or never came"
+    )

@@ -34,7 +34,7 @@ def batch_stats(groups: Sequence[Group], step: int) -> BatchStats:
     """Measure a batch that step ``step`` trains; a token's age is ``step`` minus the version that sampled it."""
     if any("tokens" not in g.arrays for g in groups):
         return _control_stats(groups, step)
-    ages = _count_ages([g.arrays["versions"] for g in groups], step)
+    ages = batch_ages(groups, step)
     rewards = np.concatenate([g.rewards for g in groups])
     return BatchStats(
         ages=ages,
@@ -42,6 +42,11 @@ def batch_stats(groups: Sequence[Group], step: int) -> BatchStats:
         accuracy=float(is_correct(rewards).mean()),
         length=sum(ages.values()) / len(rewards),
     )
+
+
+def batch_ages(groups: Sequence[Group], step: int) -> dict[int, int]:
+    """Sampled tokens, or steps in which an action counted, per age at step ``step``."""
+    return _count_ages([_versions(g) for g in groups], step)
 
 
 def describe_ages(ages: Mapping[int, int]) -> dict[str, Any]:
@@ -55,13 +60,19 @@ def describe_ages(ages: Mapping[int, int]) -> dict[str, Any]:
 
 
 def _control_stats(groups: Sequence[Group], step: int) -> BatchStats:
-    """Fragments have a reward for each step; episodes have one each, and a version for each part of an action."""
+    """Fragments have a reward for each step; episodes have one each."""
+    ages = batch_ages(groups, step)
     if all("step_rewards" in g.arrays for g in groups):
         total = sum(_sum_acted(g.arrays["step_rewards"], g.arrays["versions"]) for g in groups)
-        ages = _count_ages([g.arrays["versions"] for g in groups], step)
         return BatchStats(ages=ages, reward=total / max(1, sum(ages.values())))
-    ages = _count_ages([g.arrays["versions"].min(axis=1) for g in groups], step)
     return BatchStats(ages=ages, reward=float(np.concatenate([g.rewards for g in groups]).mean(dtype=np.float64)))
+
+
+def _versions(group: Group) -> Array:
+    """A version for each sampled token or acted step; in episodes each part of an action has one, the oldest counts."""
+    versions = group.arrays["versions"]
+    is_episodes = "tokens" not in group.arrays and "step_rewards" not in group.arrays
+    return versions.min(axis=1) if is_episodes else versions
 
 
 def _sum_acted(rewards: Array, versions: Array) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from async_rl.buffer.fields import take
+from async_rl.buffer.fields import shown, take
 from async_rl.config import Config, RunConfig
 from async_rl.protocol import PROTOCOL_VERSION, ROLES, STAGES
 from async_rl.wire import SCHEMA_VERSION, Header
@@ -26,18 +26,21 @@ def refusal(hello: Header, config: RunConfig, worlds: Collection[int]) -> str:
     protocol, schema, contract = (hello.get(k) for k in ("protocol", "schema", "contract"))
     if protocol != PROTOCOL_VERSION or schema != SCHEMA_VERSION:
         return (
-            f"the server speaks protocol {PROTOCOL_VERSION} with schema {SCHEMA_VERSION}, you speak {protocol!r} with "
-            f"{schema!r}: install the same version of async-rl on both hosts"
+            f"the server speaks protocol {PROTOCOL_VERSION} with schema {SCHEMA_VERSION}, you speak {shown(protocol)} "
+            f"with {shown(schema)}: install the same version of async-rl on both hosts"
         )
     if contract != config.contract_hash():
         what = _CONTROL if config.is_control else "model, task, sampling, rewards, reference or seed"
         return (
             f"{what} differ between your configuration (contract "
-            f"{contract!r}) and the server's ({config.contract_hash()!r}): start both from the same config.toml"
+            f"{shown(contract)!r}) and the server's ({config.contract_hash()!r}): start both from the same config.toml"
         )
     name = take(hello, "name", str)
     if hello.get("role") not in ROLES or not 0 < len(name) <= 200 or not name.isprintable():  # it goes into logs
         return f"a client needs a name of 1 to 200 printable characters and a role of {', '.join(ROLES)}"
+    others = [take(hello, field, str, "") for field in ("host", "stage", "group")]
+    if max(map(len, others)) > 200 or not all(map(str.isprintable, others)):
+        return "a client's host, stage and group have at most 200 printable characters"
     if hello["role"] == "scorer":
         return _scorer_refusal(hello, config)
     return _learner_refusal(hello, config, worlds) if hello["role"] == "learner" else ""

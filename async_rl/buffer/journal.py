@@ -3,6 +3,10 @@
 Ledger ─ freeze ─► Frozen ─ save ─► ledger.json (plain) + groups.bin (wire messages, length-prefixed)
 Ledger ◄─ thaw ─── Frozen ◄─ load ─┘
 
+The same pair of files is the base of the event log (:mod:`async_rl.buffer.journaled`): there clients go on with what
+they hold, so ``thaw`` keeps open tickets, leases of scorers and delivered steps. At a checkpoint's resume all clients
+are new: what was open is issued again, and what was delivered is ready.
+
 groups.bin = { number of frames u64 | { length u64 | bytes } × frames } × groups        little-endian
 """
 
@@ -18,12 +22,13 @@ from typing import Any, BinaryIO
 
 from async_rl.buffer.curriculum import Curriculum
 from async_rl.buffer.ledger import Ledger
-from async_rl.buffer.records import Rules
+from async_rl.buffer.records import Entry, Rules
 from async_rl.data import Group
 from async_rl.errors import ConfigError, WireError
+from async_rl.form import parse
 from async_rl.wire import Frame, decode_groups, encode_groups, unpack_header
 
-SCHEMA = 3
+SCHEMA = 4
 _LEDGER, _GROUPS = "ledger.json", "groups.bin"
 _U64 = struct.Struct("<Q")
 
@@ -39,13 +44,15 @@ class Frozen:
 
 
 def freeze(ledger: Ledger) -> Frozen:
-    """Copy the books and the frontier; what is delivered but untrained counts as ready."""
+    """Copy the ledger but for its memory of answers, which spares only repeated messages their true answer."""
     held = [*ledger.scoring.values(), *ledger.ready.values()]
     held += [e for entries in ledger.delivered.values() for e in entries]
     held.sort(key=lambda e: e.ordinal)
     fields = {
         "schema": SCHEMA,
         "version": ledger.version,
+        "epoch": ledger.epoch,
+        "next_step": ledger.next_step,
         "next_ordinal": ledger.next_ordinal,
         "issued": ledger.issued,
         "trained": ledger.trained,
@@ -53,8 +60,13 @@ def freeze(ledger: Ledger) -> Frozen:
         "failed": dict(ledger.failed),
         "tally": ledger.tally.to_plain(),
         "retry": sorted(map(list, ledger.retry)),
-        "open": sorted([*e.key, e.task_index] for e in ledger.open.values()),
-        "held": [[*e.key, e.version, e.uses] for e in held],
+        "open": [_row(e) for e in ledger.open.values()],
+        "held": [_row(e) for e in held],
+        "delivered": [[step, [e.ordinal for e in entries]] for step, entries in ledger.delivered.items()],
+        "scoring": ledger.scoring.freeze(),
+        "trained_steps": ledger.trained_steps.to_plain(),
+        "heard": sorted(ledger.heard),
+        "notes": dict(ledger.notes),
         "curriculum": ledger.curriculum.to_plain() if ledger.curriculum is not None else None,
     }
     return Frozen(fields, [e.payload for e in held])
@@ -66,45 +78,96 @@ def thaw(
     task_index: Callable[[int], int],
     curriculum: Curriculum | None = None,
     now: float = 0.0,
+    *,
+    keep_open: bool = False,
 ) -> Ledger:
-    """The ledger as it was; what was open is failed as ``resumed`` and issued again first.
+    """A ledger as it was, see :func:`restore`."""
+    ledger = Ledger(rules, task_index, curriculum)
+    restore(frozen, ledger, now, keep_open=keep_open)
+    return ledger
+
+
+def restore(frozen: Frozen, ledger: Ledger, now: float, *, keep_open: bool) -> None:
+    """Make a fresh ledger what it was.
 
     Args:
         frozen: what was saved.
-        rules: of the resumed run.
-        task_index: the task of an ordinal.
-        curriculum: a fresh one, if the resumed run has one; it goes on where it was.
+        ledger: with the rules of the resumed run, and with a fresh curriculum if that has one: it goes on where it was.
         now: the clock.
+        keep_open: the clients go on with what they hold. Otherwise what was open is failed as ``resumed`` and issued
+            again first, and what was delivered is ready.
 
     Raises:
         ConfigError: another schema, missing fields, or groups that are not those of the books.
     """
     fields, groups = frozen.fields, frozen.groups
     if fields.get("schema") != SCHEMA:
-        raise ConfigError(
-            f"the checkpoint's {_LEDGER} has schema {fields.get('schema')!r}, this version reads {SCHEMA}"
-        )
+        raise ConfigError(f"{_LEDGER} has schema {fields.get('schema')!r}, this version reads {SCHEMA}")
     try:
         if [[g.ordinal, g.attempt] for g in groups] != [row[:2] for row in fields["held"]]:
-            raise ConfigError(f"the checkpoint's {_GROUPS} does not belong to its {_LEDGER}")
-        ledger = Ledger(rules, task_index, curriculum)
-        ledger.version = ledger.next_step = int(fields["version"])
-        ledger.next_ordinal = int(fields["next_ordinal"])
-        ledger.issued, ledger.trained = int(fields["issued"]), int(fields["trained"])
-        ledger.filtered.update(fields["filtered"])
-        ledger.failed.update(fields["failed"])
-        ledger.tally.update(fields["tally"])
-        ledger.retry = [(o, a, t) for o, a, t in fields["retry"]]
-        for ordinal, attempt, index in fields["open"]:
-            ledger.requeue(ordinal, attempt, index)
-        for group, (_, _, version, uses) in zip(groups, fields["held"], strict=True):
-            ledger.readmit(group, version, uses, now)
-        if curriculum is not None:  # where the run had none so far, the plain stream was read up to here
-            curriculum.restore(fields["curriculum"] or {"position": ledger.next_ordinal, "records": []})
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"the checkpoint's {_LEDGER} is damaged: {error!r}") from None
-    ledger.resume()
-    return ledger
+            raise ConfigError(f"{_GROUPS} does not belong to its {_LEDGER}")
+        _restore_counts(fields, ledger)
+        for row in fields["open"]:
+            entry = _entry(row, ledger.rules)
+            if keep_open:
+                ledger.reopen(entry)
+            else:
+                ledger.requeue(*entry.key, entry.task_index, entry.draw)
+        for group, row in zip(groups, fields["held"], strict=True):
+            entry = _entry(row, ledger.rules)
+            if not keep_open:
+                entry.actor, entry.issued_at = "", now
+            ledger.readmit(entry, group)
+        if keep_open:
+            _restore_places(fields, ledger)
+        if ledger.curriculum is not None:  # where the run had none so far, the plain stream was read up to here
+            ledger.curriculum.restore(fields["curriculum"] or {"position": ledger.next_ordinal, "records": []})
+        if not keep_open:
+            ledger.resume()
+        ledger.check()
+    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{_LEDGER} is damaged: {error!r}") from None
+
+
+def _row(entry: Entry) -> list[Any]:
+    return [*entry.key, entry.task_index, entry.draw, entry.version, entry.uses, entry.actor, entry.issued_at]
+
+
+def _entry(row: list[Any], rules: Rules) -> Entry:
+    ordinal, attempt, task_index, draw, version, uses, actor, issued_at = row
+    return Entry(
+        ordinal=ordinal,
+        attempt=attempt,
+        task_index=task_index,
+        draw=draw,
+        version=version,
+        deadline=version + rules.max_staleness,
+        uses=uses,
+        actor=actor,
+        issued_at=issued_at,
+    )
+
+
+def _restore_counts(fields: dict[str, Any], ledger: Ledger) -> None:
+    ledger.version = ledger.next_step = int(fields["version"])
+    ledger.epoch = int(fields["epoch"])
+    ledger.next_ordinal = int(fields["next_ordinal"])
+    ledger.issued, ledger.trained = int(fields["issued"]), int(fields["trained"])
+    ledger.filtered.update(fields["filtered"])
+    ledger.failed.update(fields["failed"])
+    ledger.tally.update(fields["tally"])
+    ledger.retry = [(o, a, t, d) for o, a, t, d in fields["retry"]]
+    ledger.trained_steps.restore(fields["trained_steps"])
+    ledger.heard.update(fields["heard"])
+
+
+def _restore_places(fields: dict[str, Any], ledger: Ledger) -> None:
+    """What only clients that go on have to do with: delivered steps, leases of scorers, facts of the service."""
+    ledger.next_step = int(fields["next_step"])
+    for step, ordinals in fields["delivered"]:
+        ledger.delivered[step] = [ledger.ready.pop(ordinal) for ordinal in ordinals]
+    ledger.scoring.restore(fields["scoring"])
+    ledger.notes.update(fields["notes"])
 
 
 def save(frozen: Frozen, folder: Path) -> None:
@@ -131,7 +194,7 @@ def load(folder: Path) -> Frozen:
         ConfigError: a file is missing, cut short or malformed; names it.
     """
     try:
-        fields = json.loads((folder / _LEDGER).read_bytes())
+        fields = parse((folder / _LEDGER).read_bytes())
         with open(folder / _GROUPS, "rb") as file:
             groups = [g for frames in _read_messages(file) for g in decode_groups(unpack_header(frames[0]), frames[1:])]
     except OSError as error:
@@ -139,7 +202,7 @@ def load(folder: Path) -> Frozen:
     except (ValueError, WireError, struct.error) as error:
         raise ConfigError(f"cannot resume from {folder}: a file of the ledger is damaged ({error})") from None
     if not isinstance(fields, dict):
-        raise ConfigError(f"cannot resume from {folder}: {_LEDGER} is not an object")
+        raise ConfigError(f"cannot resume from {folder}: {_LEDGER} is no JSON object")
     return Frozen(fields, groups)
 
 
@@ -151,15 +214,15 @@ def _write_message(file: BinaryIO, frames: list[Frame]) -> None:
 
 
 def _read_messages(file: BinaryIO) -> Iterator[list[Frame]]:
+    size = os.fstat(file.fileno()).st_size
     while head := file.read(_U64.size):
         (count,) = _U64.unpack(head)
         frames: list[Frame] = []
         for _ in range(count):
             (length,) = _U64.unpack(file.read(_U64.size))
-            frame = file.read(length)
-            if len(frame) != length:
+            if length > size - file.tell():  # before it is believed: memory of that size is asked for at once
                 raise ValueError(f"{_GROUPS} is cut short")
-            frames.append(frame)
+            frames.append(file.read(length))
         if not frames:
             raise ValueError(f"an empty message in {_GROUPS}")
         yield frames

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from async_rl.buffer.control_rules import control_fault
 from async_rl.buffer.records import Answer, Entry, Rules
-from async_rl.data import REQUIRED_TOKEN_FIELDS, Group
+from async_rl.data import REQUIRED_TOKEN_FIELDS, TOKEN_FIELDS, Group
 
 LOGPROBS = (-80.0, 0.01)
 """A token that was sampled has a log-probability between these: none is drawn with probability e^-80, whose ratio would
@@ -76,7 +76,9 @@ def _token_fault(group: Group, entry: Entry, rules: Rules, newest_version: int) 
     reason = _wrong_versions(group, entry, newest_version)
     if reason:
         return reason
-    if not np.array_equal(group.arrays["versions"] >= 0, group.arrays["loss_mask"] == 1):
+    if not TOKEN_FIELDS.keys() >= group.arrays.keys():
+        return "unknown_array"
+    if not np.array_equal(group.arrays["versions"] >= 0, group.arrays["loss_mask"]):  # so it is 0 or 1, too
         return "mask_contradicts_versions"
     return _untrainable(group, rules)
 

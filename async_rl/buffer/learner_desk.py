@@ -1,35 +1,45 @@
 """What the server does for the learner: a step's batch, one shard a rank; the version that comes back; checkpoints.
 
 next(s) from a rank ─► ledger.deliver ─► split ─► shard to each rank that asked, the same again when asked again
-trained(s, manifest) ─► ledger.train ─► announce        snapshot ─► a thread writes, the server goes on
+trained(s, manifest) ─► row of batches.jsonl ─► ledger.train ─► announce
+snapshot ─► a thread writes, the server goes on        hello of another group ─► begin_life: what was dealt is forgotten
+
+A step's row is on disk before the ledger calls it trained, so that a restarted server finds a row for each such step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from async_rl.buffer import journal
 from async_rl.buffer.batch_stats import BatchStats, batch_stats
 from async_rl.buffer.fields import take
 from async_rl.buffer.files import RunFiles
-from async_rl.buffer.ledger import Ledger
+from async_rl.buffer.journaled import JournaledLedger
 from async_rl.buffer.post import Post
 from async_rl.buffer.records import Delivery
 from async_rl.buffer.roster import Roster, Session
 from async_rl.buffer.sharding import split
+from async_rl.buffer.undo import batch_row
+from async_rl.buffer.versions import Versions
 from async_rl.errors import WeightsError, WireError
 from async_rl.weights.manifest import Manifest
 from async_rl.wire import Frame, Header, encode_groups
+
+_PAST_LIVES = 64
+"""So many former lives of the group are still refused, should one of their ranks wake up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
     """A delivered step, kept until it is trained."""
 
-    delivery: Delivery
+    row: dict[str, Any]
+    """Of ``batches.jsonl``."""
     stats: BatchStats
     messages: Sequence[list[Frame]]
     """The ``shard`` message per rank."""
@@ -43,35 +53,98 @@ class LearnerDesk:
         roster: the clients.
         post: where messages go.
         files: run folder.
+        versions: of the weights.
         minibatches: per step.
         shard_stats: what rank 0's shard carries beside the batch's own statistics.
         wake: called from the writer thread when a snapshot is done.
+        now: the clock.
     """
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: JournaledLedger,
         roster: Roster,
         post: Post,
         files: RunFiles,
+        versions: Versions,
         minibatches: int,
         shard_stats: Callable[[], dict[str, Any]],
         wake: Callable[[], None],
+        now: float,
     ) -> None:
         self._ledger = ledger
         self._roster = roster
         self._post = post
         self._files = files
+        self._versions = versions
         self._minibatches = minibatches
         self._shard_stats = shard_stats
         self._wake = wake
         self._dealt: dict[int, Dealt] = {}
-        self._answered: int | None = None
-        """Newest step that was called trained."""
+        self._unwritten: list[dict[str, Any]] = []
+        """Rows of trained steps that wait for space on the disk."""
+        self.group: str | None = None
+        """The present life of the learner group; ``None`` before the first."""
+        self._past: deque[str] = deque(maxlen=_PAST_LIVES)
+        self._disowned: str | None = None
+        self.heard = now
+        """When it last worked at a step, or was there: not its beats, which come from a thread of their own."""
         self._writer = ThreadPoolExecutor(1, "snapshot")
         self._writing: list[tuple[bytes, Future[None]]] = []
         self.last: BatchStats | None = None
         """Statistics of the newest trained batch."""
+
+    # ------------------------------------------------------------------ lives of the group
+
+    def refusal(self, hello: Header) -> tuple[str, str]:
+        """Code and sentence for a rank that cannot take part; empty for one that can.
+
+        Raises:
+            WireError: a field is missing or of the wrong type.
+        """
+        group, step = take(hello, "group", str), take(hello, "step", int)
+        if group == self.group:
+            return "", ""
+        if group in self._past:
+            return "replaced", "another life of the learner group has taken over"
+        if not 0 <= step <= self._ledger.version or group == self._disowned:
+            return "ahead", (
+                f"this learner continues with step {step}, the server with step {self._ledger.version}: start the "
+                "learner again, from its newest checkpoint"
+            )
+        return "", ""
+
+    def begin_life(self, group: str, now: float) -> None:
+        """Another group takes the place of the one that was."""
+        if self.group is not None:
+            self._past.append(self.group)
+        self.group, self.heard = group, now
+        self._dealt.clear()
+        self._unwritten = [row for row in self._unwritten if row["step"] < self._ledger.version]
+        self.note()
+
+    def disown(self, group: str) -> None:
+        """A life whose newest steps this server has lost: it must begin again."""
+        self._disowned = group
+
+    def left(self, now: float) -> None:
+        """A rank is gone: the group has its deadline to come back."""
+        self.heard = now
+
+    def note(self) -> None:
+        """For a restarted server."""
+        self._ledger.note("learner", {"group": self.group, "past": list(self._past)})
+
+    def restore(self, note: Mapping[str, Any]) -> None:
+        """The group that a restarted server goes on with.
+
+        Raises:
+            KeyError, TypeError: it is no note.
+        """
+        self.group = note["group"]
+        self._past.extend(note["past"])
+
+    # ------------------------------------------------------------------ steps
 
     @property
     def step_waits(self) -> bool:
@@ -85,7 +158,7 @@ class LearnerDesk:
             WireError: ``bad_step``.
         """
         step = take(header, "step", int)
-        if step not in self._dealt and step != self._ledger.next_step:
+        if step not in self._ledger.delivered and step != self._ledger.next_step:
             raise WireError("bad_step", f"{rank.name} asks for step {step}, the next is {self._ledger.next_step}")
         if step >= self._ledger.rules.steps:
             raise WireError("bad_step", f"{rank.name} asks for step {step}, the run has {self._ledger.rules.steps}")
@@ -99,20 +172,18 @@ class LearnerDesk:
         """
         waiting = [s for s in self._roster.of("learner") if s.wants >= 0]
         fresh = None
-        if new_steps and any(s.wants not in self._dealt for s in waiting):
+        if new_steps and any(s.wants not in self._ledger.delivered for s in waiting):
             fresh = self._ledger.deliver()
-            if fresh is not None:
-                self._deal(fresh, waiting[0].world)
         for rank in waiting:
-            if rank.wants in self._dealt:
-                self._post.send_frames(rank, self._dealt[rank.wants].messages[rank.rank])
+            if rank.wants in self._ledger.delivered:
+                self._post.send_frames(rank, self._deal(rank.wants, rank.world).messages[rank.rank])
                 rank.wants = -1
         return fresh
 
     def release(self, reason: str) -> None:
         """A stop: it is the answer to ``next`` of a step that no rank has, so that all ranks end after the same one."""
         for rank in self._roster.of("learner"):
-            if rank.wants >= 0 and rank.wants not in self._dealt:
+            if rank.wants >= 0 and rank.wants not in self._ledger.delivered:
                 rank.wants = -1
                 self._post.send(rank, "stop", reason=reason, error=False)
 
@@ -128,22 +199,30 @@ class LearnerDesk:
         step = take(header, "step", int)
         if rank.rank != 0:
             raise WireError("not_rank_0", f"trained came from rank {rank.rank}")
-        if step == self._answered:
-            self._post.send(rank, "trained", step=step, books=self._ledger.books())
-            return None
-        if step != -1 and (step != self._ledger.version or step not in self._dealt):
-            raise WireError("bad_step", f"trained step {step}, the next is {self._ledger.version}")
+        version, is_open = self._ledger.version, step in self._ledger.delivered
+        is_repeated = 0 <= step == version - 1 and not is_open
+        if step != -1 and not is_repeated and not (step == version and is_open):
+            raise WireError("bad_step", f"trained step {step}, the next is {version}")
+        manifest = self._manifest(header, version if step == -1 else step + 1)
+        if step != -1 and not is_repeated:
+            self._close(step, rank.world)
+        self._post.send(rank, "trained", step=step, books=self._ledger.books())
+        return None if self._versions.is_newest(manifest) else manifest
+
+    def _manifest(self, header: Header, version: int) -> Manifest:
         try:
             manifest = Manifest.from_wire(take(header, "manifest", dict))
         except WeightsError as error:
             raise WireError("bad_manifest", str(error)) from None
-        expected = self._ledger.version if step == -1 else step + 1
-        if manifest.version != expected:
-            raise WireError("bad_manifest", f"version {manifest.version} after step {step}, not {expected}")
-        if step != -1:
-            self._close(step)
-        self._answered = step
-        self._post.send(rank, "trained", step=step, books=self._ledger.books())
+        if manifest.order != (self._ledger.epoch, version):
+            raise WireError(
+                "bad_manifest",
+                f"version {manifest.version} of epoch {manifest.epoch}, expected version {version} of epoch "
+                f"{self._ledger.epoch}",
+            )
+        newest = self._versions.newest
+        if newest is not None and newest.order == manifest.order and not self._versions.is_newest(manifest):
+            raise WireError("bad_manifest", f"version {version} was published before, with other bytes")
         return manifest
 
     def snapshot(self, rank: Session, header: Header) -> None:
@@ -163,37 +242,47 @@ class LearnerDesk:
         for identity, future in [w for w in self._writing if w[1].done()]:
             self._writing.remove((identity, future))
             error = future.exception()
+            if error is None:
+                self._ledger.compact()
             self._post.send(identity, "snapshot", ok=error is None, detail="" if error is None else str(error))
 
     def close(self) -> None:
         """Let a snapshot in progress end."""
         self._writer.shutdown(wait=True)
 
-    def _deal(self, delivery: Delivery, world: int) -> None:
-        stats = batch_stats(delivery.groups, delivery.step)
-        parts = split(delivery.groups, self._minibatches, world)
-        beside = {**stats.to_plain(), **self._shard_stats()}
-        messages = [
-            encode_groups(
-                "shard",
-                parts.shards[rank].groups,
-                step=delivery.step,
-                stats=beside if rank == 0 else {},
-                **parts.header(rank),
-            )
-            for rank in range(world)
-        ]
-        self._dealt[delivery.step] = Dealt(delivery, stats, messages)
+    def _deal(self, step: int, world: int) -> Dealt:
+        """The shards of a delivered step; a restarted server splits it again, in the same way."""
+        if step not in self._dealt:
+            entries = self._ledger.delivered[step]
+            groups = [e.payload for e in entries]
+            stats = batch_stats(groups, step)
+            parts = split(groups, self._minibatches, world)
+            beside = {**stats.to_plain(), **self._shard_stats()}
+            messages = [
+                encode_groups(
+                    "shard",
+                    [replace(group, meta={}) for group in parts.shards[rank].groups],  # it is for people
+                    step=step,
+                    stats=beside if rank == 0 else {},
+                    **parts.header(rank),
+                )
+                for rank in range(world)
+            ]
+            self._dealt[step] = Dealt(batch_row(step, entries), stats, messages)
+        return self._dealt[step]
 
-    def _close(self, step: int) -> None:
-        dealt = self._dealt.pop(step)
+    def _close(self, step: int, world: int) -> None:
+        dealt = self._deal(step, world)
+        self._files.append("batches", dealt.row)
+        self._files.flush()
+        self._note_unwritten(dealt.row)
         self._ledger.train(step)
-        self._ledger.tally.ages.update(dealt.stats.ages)
+        self._dealt.pop(step)
         self.last = dealt.stats
-        row = {
-            "step": step,
-            "ordinals": [g.ordinal for g in dealt.delivery.groups],
-            "attempts": [g.attempt for g in dealt.delivery.groups],
-            "task_indices": [g.task_index for g in dealt.delivery.groups],
-        }
-        self._files.append("batches", row)
+
+    def _note_unwritten(self, row: dict[str, Any]) -> None:
+        """What waits for space would be lost with this process: the journal has it, too."""
+        before = self._unwritten
+        self._unwritten = [*before, row] if self._files.trouble else []
+        if self._unwritten or before:
+            self._ledger.note("batches", self._unwritten)

@@ -7,22 +7,24 @@
               ├─ fail, lease, lost actor, straggler ─► failed(reason)    the ordinal is issued again, first
               └─ judged useless ────────────────────► filtered(reason)  a fresh ordinal takes its place
 
-Each stage must annotate what is in ``scoring``, see :mod:`async_rl.buffer.scoring`.
+Each stage must annotate what is in ``scoring``, see :mod:`async_rl.buffer.scoring`. A learner that lost its newest
+steps takes the ledger back to the step that it has: :meth:`Ledger.rewind`.
 
-No I/O and no clock: every event brings ``now``. The books close after each event:
+No I/O and no clock: every event brings ``now``. Whatever changes the ledger is a public method, so that a journal can
+repeat it, see :mod:`async_rl.buffer.journaled`. The books close after each event:
 ``issued = open + scoring + ready + delivered + trained + filtered + failed``, in attempts.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from async_rl.buffer.annotating import awaited, blank, without_reference
-from async_rl.buffer.answers import Answers
+from async_rl.buffer.annotating import blank
 from async_rl.buffer.books import Books
 from async_rl.buffer.control_rules import episodes_of
 from async_rl.buffer.curriculum import Curriculum
@@ -30,6 +32,8 @@ from async_rl.buffer.judge import judge
 from async_rl.buffer.policy import capacity, choose
 from async_rl.buffer.records import Answer, Delivery, Entry, Lost, Overdue, Rules
 from async_rl.buffer.scoring import Decision
+from async_rl.buffer.tally import count_sampled
+from async_rl.buffer.undo import TrainedSteps, Undone
 from async_rl.buffer.watchdog import Watchdog
 from async_rl.data import Annotation, Group, age
 from async_rl.protocol import Ticket
@@ -53,7 +57,13 @@ class Ledger(Books):
         self.next_step = 0
         """Next step to deliver."""
         self.next_ordinal = 0
-        self._answers = Answers()
+        self.epoch = 0
+        """Rewinds to an earlier step."""
+        self.notes: dict[str, Any] = {}
+        """What the service keeps beside the ledger, see :meth:`note`."""
+        self.trained_steps = TrainedSteps()
+        self.heard: set[int] = set()
+        """Ordinals that are sampled again after a rewind, of which the curriculum has heard."""
         self._watchdog = Watchdog(rules.watchdog_s)
 
     # ------------------------------------------------------------------ tickets
@@ -74,9 +84,9 @@ class Ledger(Books):
         if not self.has_room(version):
             return None
         if self.retry:
-            ordinal, attempt, task_index = heapq.heappop(self.retry)
+            ordinal, attempt, task_index, draw = heapq.heappop(self.retry)
         else:
-            ordinal, attempt, task_index = self.next_ordinal, 0, self._fresh_task()
+            ordinal, attempt, task_index, draw = self.next_ordinal, 0, self._fresh_task(), 0
             self.next_ordinal += 1
         entry = Entry(
             ordinal=ordinal,
@@ -86,12 +96,12 @@ class Ledger(Books):
             version=version,
             deadline=version + self.rules.max_staleness,
             issued_at=now,
+            draw=draw,
         )
-        self.open[ordinal] = entry
-        self.leases[actor] += 1
+        self.reopen(entry)
         self.issued += 1
-        self._check()
-        return Ticket(ordinal, attempt, task_index, self.rules.group_size, version, self.rules.lease_s)
+        self.check()
+        return Ticket(ordinal, attempt, task_index, self.rules.group_size, version, self.rules.lease_s, draw)
 
     def _fresh_task(self) -> int:
         return self._task_index(self.next_ordinal) if self.curriculum is None else self.curriculum.pick()
@@ -103,7 +113,7 @@ class Ledger(Books):
         found = self._open_entry(actor, group.ordinal, group.attempt)
         if isinstance(found, Answer):
             if found.fresh:
-                self.tally.add(group, "lost", "generated")
+                self.waste(group.ordinal, group.attempt, len(group), count_sampled(group))
             return found
         entry, answer = found, judge(group, found, self.rules, self.version)
         self._answers.put(entry.key, replace(answer, fresh=False))
@@ -117,28 +127,43 @@ class Ledger(Books):
             self._filter(entry, answer.reason)
         else:
             self.tally.add(group, "lost", "generated")
-            self._fail(entry, answer.reason)
-        self._check()
+            self._fail(entry, answer.reason, by_content=True)
+        self.check()
         return answer
+
+    def waste(self, ordinal: int, attempt: int, sequences: int, tokens: int) -> None:
+        """A group came after its ticket was taken back: it is counted, and a repeated one counts nothing."""
+        self._answers.take((ordinal, attempt))
+        self.tally.count("lost", sequences, tokens)
+        self.tally.count("generated", sequences, tokens)
 
     def fail(self, actor: str, ordinal: int, attempt: int, reason: str, *, final: bool) -> Answer:
         """An attempt that its holder gave up: ``final`` filters the task, otherwise the ordinal is issued again."""
         found = self._open_entry(actor, ordinal, attempt)
         if isinstance(found, Answer):
             return found
-        (self._filter if final else self._fail)(found, reason)
+        if final:
+            self._filter(found, reason)
+        else:
+            self._fail(found, reason, by_content=True)
         answer = Answer("filtered" if final else "failed", reason)
         self._answers.put(found.key, answer)
-        self._check()
+        self.check()
         return replace(answer, fresh=True)
 
-    def lose(self, actor: str, reason: str = "actor_lost") -> list[Lost]:
-        """A dead or leaving actor: all its open attempts go back at once."""
-        lost = self._take_back([e for e in self.open.values() if e.actor == actor], reason)
-        del self.leases[actor]
+    def lose(self, actor: str, reason: str = "actor_lost", kept: Sequence[Sequence[int]] = ()) -> list[Lost]:
+        """A dead or leaving actor: all its open attempts go back at once, but (ordinal, attempt) it still has."""
+        has = {(ordinal, attempt) for ordinal, attempt in kept}
+        lost = self._take_back([e for e in self.open.values() if e.actor == actor and e.key not in has], reason)
+        if not self.leases[actor]:
+            del self.leases[actor]
         return lost
 
     # ------------------------------------------------------------------ what scorers say
+
+    def lease(self, stage: str, scorer: str, now: float) -> Group | None:
+        """The most urgent group that waits for ``stage``; ``None``: none does, or ``scorer`` must first end others."""
+        return self.scoring.lease(stage, scorer, now)
 
     def annotate(self, scorer: str, annotation: Annotation, now: float) -> Answer:
         """A stage's result for a group; it is ready once every stage's is in. Idempotent, as :meth:`submit`."""
@@ -167,7 +192,7 @@ class Ledger(Books):
         for entry in deadly:
             self.tally.add(entry.payload, "filtered")
             self._filter(entry, "scorers_died")
-        self._check()
+        self.check()
         return num_leased, [entry.key for entry in deadly]
 
     # ------------------------------------------------------------------ time
@@ -195,10 +220,14 @@ class Ledger(Books):
         states = [(e, "open") for e in self.open.values()]
         states += [(e, f"scoring ({self.scoring.describe(e)})") for e in self.scoring.values()]
         table, rounds = self._watchdog.table(states, now), self._watchdog.rounds
+        lost = self.recall(now)
+        return Overdue(rounds, rounds >= self.rules.watchdog_rounds, table, tuple(lost))
+
+    def recall(self, now: float) -> list[Lost]:
+        """What is open, or leased to a scorer, for longer than ``watchdog_s`` goes to others."""
         limit_s = self.rules.watchdog_s
         self.scoring.expire(now, limit_s)
-        lost = self._take_back([e for e in self.open.values() if now - e.issued_at > limit_s], "watchdog")
-        return Overdue(rounds, rounds >= self.rules.watchdog_rounds, table, tuple(lost))
+        return self._take_back([e for e in self.open.values() if now - e.issued_at > limit_s], "watchdog")
 
     # ------------------------------------------------------------------ what the learner says
 
@@ -231,15 +260,55 @@ class Ledger(Books):
         if step != self.version or step not in self.delivered:
             raise RuntimeError(f"trained step {step}, but the next is {self.version}, delivered {list(self.delivered)}")
         self.version = step + 1
-        for entry in self.delivered.pop(step):
+        entries = self.delivered.pop(step)
+        self.trained_steps.add(step, entries, self.tally)
+        for entry in entries:
             entry.uses += 1
-            self.tally.add(entry.payload, "trained")
             again = entry.uses < self.rules.max_uses and self.next_step <= min(entry.deadline, self.rules.steps - 1)
             if again:
                 self.ready[entry.ordinal] = entry
             else:
                 self._retire(entry)
-        self._check()
+        self.check()
+
+    def rewind(self, step: int, undone: Sequence[Undone]) -> list[Lost]:
+        """The learner continues at ``step``; what it has trained and published since is void.
+
+        What is delivered is ready again. If ``step`` is the newest version, that is all. Otherwise attempts that were
+        trained since are sampled again, unless a use of theirs remains; groups with a token of a void version and all
+        that is open fail and are issued again. Each ordinal keeps its draw.
+
+        Args:
+            step: steps trained in the learner's state.
+            undone: attempts that were trained in void steps, see :func:`async_rl.buffer.undo.undone`.
+
+        Returns:
+            The open attempts with their holders.
+
+        Raises:
+            RuntimeError: the learner is ahead, or something is undone that was not trained.
+        """
+        if not 0 <= step <= self.version:
+            raise RuntimeError(f"a rewind to step {step}, but the newest version is {self.version}")
+        for entry in [e for entries in self.delivered.values() for e in entries]:
+            self.ready[entry.ordinal] = entry
+        self.delivered.clear()
+        self.next_step = self.version
+        if step == self.version:
+            return []
+        self.epoch += 1
+        self.version = self.next_step = step
+        draws = self.trained_steps.take_back(step, self.tally)
+        again = {ordinal for ordinal, *_ in self.retry}
+        for item in undone:
+            self._untrain(item, draws.get(item.ordinal, 0), is_queued=item.ordinal in again)
+        lost = self._take_back(list(self.open.values()), "learner_restarted")
+        held = (*self.scoring.values(), *self.ready.values())
+        for entry in [e for e in held if int(e.payload.arrays["versions"].max()) > step]:
+            self._will_be_heard_again(entry.ordinal, entry.payload)
+            self._fail(entry, "void_version")
+        self.check()
+        return lost
 
     def close(self, reason: str) -> list[Lost]:
         """End of the run: whatever is left becomes terminal, the open attempts with their holders are returned."""
@@ -253,50 +322,25 @@ class Ledger(Books):
         self.retry.clear()
         return lost
 
-    # ------------------------------------------------------------------ resume (see journal.py)
+    # ------------------------------------------------------------------ what the service says
 
-    def requeue(self, ordinal: int, attempt: int, task_index: int) -> None:
-        """An attempt that was open in a restored ledger is failed; the ordinal is issued again."""
-        self.failed["resumed"] += 1
-        self._answers.put((ordinal, attempt), Answer("late", "resumed", fresh=True))
-        heapq.heappush(self.retry, (ordinal, attempt + 1, task_index))
-
-    def readmit(self, group: Group, version: int, uses: int, now: float) -> None:
-        """A group that a restored ledger held, issued at ``version`` and trained ``uses`` times.
-
-        It is ready, or in scoring if a stage has not annotated it. One whose rewards no stage will give is requeued.
-        What a stage added that this run no longer has is dropped: a batch has the same arrays throughout.
-        """
-        if "reference" not in self.rules.stages:
-            group = without_reference(group)
-        stages = awaited(group, self.rules.stages)
-        if stages and uses:  # it was trained, and is not annotated for the sake of another time
-            self.trained += 1
-            return
-        if not np.isfinite(group.rewards).all() and "reward" not in stages:
-            self.requeue(group.ordinal, group.attempt, group.task_index)
-            return
-        entry = Entry(
-            ordinal=group.ordinal,
-            attempt=group.attempt,
-            task_index=group.task_index,
-            actor="",
-            version=version,
-            deadline=version + self.rules.max_staleness,
-            issued_at=now,
-            uses=uses,
-        )
-        self._hold(entry, group)
-        self._answers.put(entry.key, Answer("accepted"))
-        if stages:
-            self.scoring.put(entry)
-        else:
-            self.ready[entry.ordinal] = entry
+    def note(self, name: str, value: Any) -> None:
+        """Keep a small fact, in plain types with text keys, beside the ledger; the last one of a name counts."""
+        self.notes[name] = value
 
     def resume(self) -> None:
-        """Last act of a restore: apply the bound and check the books."""
+        """Last act of a restore from a checkpoint: apply the bound and check the books."""
         heapq.heapify(self.retry)
         self._cut()
+
+    def rejoin(self, now: float) -> None:
+        """Last act of a recovery: no scorer has anything any more, though what it still sends is welcome.
+
+        Tickets stay with their holders. Their ages go on; a clock that starts anew (another boot) makes them young.
+        """
+        self.scoring.free()
+        for entry in self.open.values():
+            entry.issued_at = min(entry.issued_at, now)
 
     # ------------------------------------------------------------------ transitions
 
@@ -342,13 +386,35 @@ class Ledger(Books):
         elif self.scoring.is_complete(entry):
             self.scoring.remove(entry.ordinal)
             self._make_ready(entry, now)
-        self._check()
+        self.check()
         return answer
 
     def _observe(self, group: Group) -> None:
         """Rewards are known: the curriculum hears of them."""
-        if self.curriculum is not None and np.isfinite(group.rewards).all():
+        if self.curriculum is None or not np.isfinite(group.rewards).all():
+            return
+        if group.ordinal in self.heard:
+            self.heard.remove(group.ordinal)
+        else:
             self.curriculum.observe(group.task_index, group.rewards)
+
+    def _will_be_heard_again(self, ordinal: int, group: Group | None) -> None:
+        """The ordinal is sampled again after a rewind: its task must not count twice. ``None``: it was trained."""
+        if self.curriculum is not None and (group is None or np.isfinite(group.rewards).all()):
+            self.heard.add(ordinal)
+
+    def _untrain(self, item: Undone, draw: int, *, is_queued: bool) -> None:
+        """Void the uses of an attempt from a step on; one that has no use left and is gone is sampled again."""
+        entry = self.ready.get(item.ordinal)
+        if entry is not None and entry.attempt == item.attempt and entry.uses > item.uses_before:
+            entry.uses = item.uses_before
+        elif not item.uses_before:
+            is_live = is_queued or any(item.ordinal in place for place in (self.open, self.scoring, self.ready))
+            if is_live or item.ordinal >= self.next_ordinal or not self.trained:
+                raise RuntimeError(f"ordinal {item.ordinal} attempt {item.attempt} was never trained: {self.books()}")
+            self.trained -= 1
+            self._will_be_heard_again(item.ordinal, None)
+            self._try_again(item.ordinal, item.attempt, item.task_index, draw, "learner_restarted")
 
     def _cut(self) -> list[Lost]:
         """Remove what ``next_step`` may not train any more: the bound, applied as soon as it bites."""
@@ -360,13 +426,3 @@ class Ledger(Books):
                 self._fail(entry, "too_old")
         waiting = (*self.open.values(), *self.scoring.values())
         return self._take_back([e for e in waiting if e.deadline < self.next_step], "straggler")
-
-    def _take_back(self, entries: Iterable[Entry], reason: str) -> list[Lost]:
-        lost = []
-        for entry in entries:
-            if entry.ordinal in self.open:
-                lost.append(Lost(entry.actor, *entry.key, reason))
-                self._answers.put(entry.key, Answer("late", reason, fresh=True))
-            self._fail(entry, reason)
-        self._check()
-        return lost

@@ -100,6 +100,8 @@ class Entry:
     nbytes: int = 0
     uses: int = 0
     """How often it was trained."""
+    draw: int = 0
+    """See :attr:`async_rl.protocol.Ticket.draw`."""
 
     @property
     def key(self) -> tuple[int, int]:

@@ -1,12 +1,14 @@
 """Who is connected, and what each client said last.
 
 hello ─► Session ─ heard, beats, live ─► ... ─► bye | silent | dead | replaced ─► kept for the final account
+a restart of the server: to_note ─► restore ─► AWAY, until it says hello again
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from async_rl.buffer.fields import take
@@ -14,7 +16,17 @@ from async_rl.protocol import Role
 from async_rl.timer import WORK, utilization
 from async_rl.wire import Header
 
+AWAY = "away"
+"""Why a client is gone that was connected when the server died, and has not said hello again."""
 _MOST_CREDIT = 1 << 20
+_MOST_GONE = 1024
+"""So many clients that have left are kept for the account; a stream of new names is not kept for good."""
+_MOST_SHOWN = 256
+"""Clients in an account: with thousands, writing it would be what the server mostly does."""
+_NOTED_GONE, _NOTED = 64, 256
+"""So many of those that have left, and of those that are connected, are known after a restart of the server."""
+_REMEMBERED = 4096
+"""Names that are known; beyond it those that left first are forgotten."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,8 +63,12 @@ class Session:
     """Too late with an announced version: no tickets until it has caught up."""
     worked: bool = False
     """It got tickets, if only none, and has not said ``asleep`` since: it may use the device (actors, colocated)."""
+    useful: bool = False
+    """Its process has done what it is there for: an accepted group, an annotation, an evaluation, a trained step."""
     asleep: bool = False
     """It gave its device back and was told of no version since (actors, colocated)."""
+    group: str = ""
+    """Life of the learner group that it belongs to (learners)."""
     wants: int = -1
     """Step that it waits for (learners); -1: none."""
     state: str = "starting"
@@ -66,7 +82,10 @@ class Session:
     """Steps of environments per second of generating, between its last two beats (actors of a control run)."""
     cpu_s: float = 0.0
     rss_bytes: float = 0.0
-    in_flight: int = 0
+    held: frozenset[tuple[int, int]] | None = None
+    """Ordinals and attempts that it has, by its last beat; ``None``: it did not say."""
+    rejoined: bool = False
+    """It came back after a restart of the server, which does not know what it was doing."""
     info: dict[str, float] = field(default_factory=dict)
     """Counters of its own."""
 
@@ -84,6 +103,7 @@ class Session:
             rank=take(hello, "rank", int, 0),
             world=take(hello, "world", int, 1),
             stage=take(hello, "stage", str, ""),
+            group=take(hello, "group", str, ""),
             pid=take(hello, "pid", int, 0),
             host=take(hello, "host", str, ""),
             heard=now,
@@ -93,6 +113,13 @@ class Session:
     def is_same_process(self, other: Session) -> bool:
         """Whether both are connections of one process."""
         return (self.pid, self.host) == (other.pid, other.host)
+
+    def take_over(self, before: Session) -> None:
+        """The last session of its name: the same process keeps what it has shown, another one is its next life."""
+        if self.is_same_process(before):  # its connection broke, its device did not change
+            self.worked, self.useful, self.asleep = before.worked, before.useful, before.asleep
+            self.rejoined = before.gone == AWAY
+        self.life = before.life + (not self.is_same_process(before))
 
     def take_credit(self, header: Header) -> None:
         """It can take ``count`` more, of which some may be on their way: those that it had not ``received`` yet.
@@ -132,7 +159,7 @@ class Session:
             "pid": self.pid,
             "live": self.live,
             "fenced": self.fenced,
-            "in_flight": self.in_flight,
+            "in_flight": len(self.held or ()),
             "gaps": self.gaps,
             "info": self.info,
             "cpu_s": round(self.cpu_s, 3),
@@ -142,7 +169,7 @@ class Session:
 
 
 class Roster:
-    """Sessions by identity while connected, by name for good."""
+    """Sessions by identity while connected, by name for good, or until a thousand others have left."""
 
     def __init__(self) -> None:
         self._connected: dict[bytes, Session] = {}
@@ -172,13 +199,68 @@ class Roster:
     def join(self, session: Session) -> None:
         """Add a session; the caller has let go of the previous one of that name."""
         self._connected[session.identity] = session
+        self._named.pop(session.name, None)
         self._named[session.name] = session
+        if len(self._named) > _REMEMBERED:
+            first_gone = next((s.name for s in self._named.values() if s.gone), None)
+            if first_gone is not None:
+                del self._named[first_gone]
 
     def leave(self, session: Session, why: str) -> None:
         """No longer connected; its account stays."""
         session.gone = why
         session.credit = 0
-        self._connected.pop(session.identity, None)
+        if self._connected.pop(session.identity, None) is not None:
+            self._named[session.name] = self._named.pop(session.name)  # to the end: in the order of leaving
+            self._forget()
+
+    def silent(self) -> list[str]:
+        """Names that were let go because nothing was heard of them, and that have not come back."""
+        return [s.name for s in self._named.values() if s.gone == "silent" and s.role != "monitor"]
+
+    def away(self) -> list[Session]:
+        """Those that were connected when the server died, and have not said hello again."""
+        return [s for s in self._named.values() if s.gone == AWAY]
+
+    def excuse(self, now: float) -> None:
+        """Nobody could be heard: silence counts from now."""
+        for session in self._connected.values():
+            session.heard = now
+
+    def to_note(self) -> list[list[Any]]:
+        """What a restarted server must know of its clients, as plain types."""
+        gone = [s for s in self._named.values() if s.gone and s.gone != AWAY][-_NOTED_GONE:]
+        known = gone + [*self.away(), *self._connected.values()][-_NOTED:]
+        return [[s.name, s.role, s.stage, s.rank, s.pid, s.host, s.life, s.gone] for s in known]
+
+    def restore(self, note: Iterable[Sequence[Any]], now: float) -> None:
+        """Those that were connected are expected back.
+
+        Raises:
+            TypeError, ValueError: it is no note.
+        """
+        for name, role, stage, rank, pid, host, life, gone in note:
+            self._named[name] = Session(
+                identity=b"",
+                name=name,
+                role=role,
+                stage=stage,
+                rank=rank,
+                world=1,
+                pid=pid,
+                host=host,
+                heard=now,
+                seq=0,
+                life=life,
+                gone=gone or AWAY,
+            )
+
+    def _forget(self) -> None:
+        """Forget the first half of those that have left, when they are twice as many as are kept."""
+        if len(self._named) - len(self._connected) >= 2 * _MOST_GONE:
+            gone = (name for name, s in self._named.items() if s.gone and s.gone != AWAY)
+            for name in list(islice(gone, _MOST_GONE)):
+                del self._named[name]
 
     def utilization(self, role: Role) -> float | None:
         """Mean utilisation of a role over the last interval."""
@@ -191,5 +273,10 @@ class Roster:
         return sum(rates) if rates else None
 
     def to_plain(self) -> list[dict[str, Any]]:
-        """Every client that ever was, the last of each name."""
-        return [s.to_plain() for s in self._named.values()]
+        """Clients that are connected, those that came first, then those that left last; some hundreds at most."""
+        gone = islice((s for s in reversed(self._named.values()) if s.gone), _MOST_SHOWN)
+        return [*self.glance(), *(s.to_plain() for s in gone)]
+
+    def glance(self) -> list[dict[str, Any]]:
+        """The connected ones of them."""
+        return [s.to_plain() for s in islice(self._connected.values(), _MOST_SHOWN)]

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from async_rl.buffer.acks import Row, attempts_of, row
-from async_rl.buffer.fields import take
+from async_rl.buffer.fields import natural, shown, slug, take
 from async_rl.buffer.files import RunFiles
 from async_rl.buffer.ledger import Ledger
 from async_rl.buffer.post import Post
@@ -52,10 +52,11 @@ class ScorerDesk:
 
     def fail(self, scorer: Session, header: Header, now: float) -> None:
         """A group that the scorer gave up."""
-        ordinal, attempt = take(header, "ordinal", int), take(header, "attempt", int)
-        reason, final = take(header, "reason", str)[:80], take(header, "final", bool)
+        ordinal, attempt = natural(header, "ordinal"), natural(header, "attempt")
+        final = take(header, "final", bool)
+        reason = slug(header, self._ledger.filtered if final else self._ledger.failed)
         result = self._give_up(scorer, ordinal, attempt, reason, now, final=final)
-        detail = str(header.get("detail", ""))[:500]
+        detail = shown(header.get("detail", ""), 500)
         print(f"{scorer.name} failed ordinal {ordinal} attempt {attempt}: {reason} {detail}", flush=True)
         self._post.send(scorer, "ack", results=[result])
 
@@ -81,7 +82,7 @@ class ScorerDesk:
             given: dict[str, list[Group]] = defaultdict(list)
             while idlest and queue.waiting:
                 leases, order, scorer = heapq.heappop(idlest)
-                group = self._ledger.scoring.lease(stage, scorer.name, now)
+                group = self._ledger.lease(stage, scorer.name, now)
                 if group is None:
                     continue
                 given[scorer.name].append(group)
@@ -126,6 +127,7 @@ class ScorerDesk:
             answer = Answer("refused", "wrong_stage")
         else:
             answer = self._ledger.annotate(scorer.name, annotation, now)
+            scorer.useful |= answer.fresh and answer.outcome in ("accepted", "filtered")
         if answer.fresh and answer.outcome == "accepted" and scorer.stage == "reward":
             group = self._ledger.group(annotation.ordinal)
             sample = sample_row(group) if group is not None else None

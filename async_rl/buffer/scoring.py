@@ -41,6 +41,9 @@ class Scoring:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, ordinal: int) -> bool:
+        return ordinal in self._entries
+
     def get(self, ordinal: int) -> Entry | None:
         """The entry of this ordinal, if it awaits something."""
         return self._entries.get(ordinal)
@@ -114,7 +117,17 @@ class Scoring:
         for queue in self.queues.values():
             queue.expire(now, limit_s)
 
+    def free(self) -> None:
+        """All leases go back."""
+        for queue in self.queues.values():
+            queue.free()
+
     # ------------------------------------------------------------------ accounts
+
+    @property
+    def returned(self) -> int:
+        """Leases that ran out or were lost, of all stages."""
+        return sum(queue.returned for queue in self.queues.values())
 
     def describe(self, entry: Entry) -> str:
         """Which stages it awaits, and who has it."""
@@ -124,6 +137,15 @@ class Scoring:
     def to_plain(self) -> dict[str, dict[str, Any]]:
         """Counts by stage."""
         return {stage: queue.to_plain() for stage, queue in self.queues.items()}
+
+    def freeze(self) -> dict[str, Any]:
+        """Leases, tries and counts by stage, in plain types; the entries are frozen with the ledger's."""
+        return {stage: queue.freeze() for stage, queue in self.queues.items()}
+
+    def restore(self, plain: dict[str, Any]) -> None:
+        """Take up what :meth:`freeze` gave; the entries were put before."""
+        for stage, queue in self.queues.items():
+            queue.restore(plain[stage])
 
     # ------------------------------------------------------------------ transitions
 

@@ -3,7 +3,7 @@
     clients ◄──► ROUTER ──recv──► service.handle ─► service.pump ─► service.post ──send──► ROUTER
                                   timer ─► service.tick      writer thread ─► eventfd ─► turn of the loop
 
-    python -m async_rl.buffer.server CONFIG.toml --out DIR [--resume CHECKPOINT_DIR]
+    python -m async_rl.buffer.server CONFIG.toml --out DIR [--resume CHECKPOINT_DIR | --recover]
 
 One thread owns the socket. Delivery: TCP keeps a client's order; nothing is dropped while the client lives, because
 what is sent is bounded by credit. A client that cannot be reached, or does not read, is let go and its leases return.
@@ -15,39 +15,50 @@ import argparse
 import errno
 import math
 import os
+import resource
 import signal
 import sys
+import threading
 import time
 import uuid
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 
 import zmq
 
-from async_rl.buffer import journal
-from async_rl.buffer.annotating import awaited
 from async_rl.buffer.control_rules import ControlRules
-from async_rl.buffer.curriculum import Curriculum
 from async_rl.buffer.files import RunFiles
-from async_rl.buffer.ledger import Ledger
-from async_rl.buffer.records import Limits, Rules
+from async_rl.buffer.opening import open_ledger
+from async_rl.buffer.records import Limits
+from async_rl.buffer.run_lines import keep_lines
 from async_rl.buffer.service import Service, Weights
-from async_rl.buffer.stream import task_index
-from async_rl.config import AnyConfig, Config, ControlConfig, RunConfig, load_any
+from async_rl.config import AnyConfig, BufferConfig, ControlConfig, RunConfig, load_any
 from async_rl.control import spaces
-from async_rl.errors import ConfigError
+from async_rl.curve import Gate, ServerKeys, check_open, secure_server
+from async_rl.errors import ConfigError, WeightsError
 from async_rl.process import die_with_parent, run_guarded
+from async_rl.protocol import BEATS_PER_PERIOD
+from async_rl.runfolder import read_json
+from async_rl.weights.server import WeightServer
 from async_rl.wire import LIMITS, Frame
 
 _BURST = 1024
 """Messages taken from the socket before anything else is done."""
-_UNREAD = 10_000
+_MOST_CLIENTS = 65_536
+"""More are never connected: the system has no more descriptors."""
+_BACKLOG = 4096
+"""Connections that may wait to be accepted: whoever comes while thousands do waits no second for the next try."""
+_UNREAD = 1000
 """Messages queued for one client that does not read; beyond it the client is let go."""
 _LINGER_MS = 2000
 _COPY_BELOW = 65_536
 """Frames smaller than this are copied out of the socket's buffers; larger ones are used in place."""
-_LOOPBACK = ("127.", "localhost", "[::1]")
+
+
+REBIND_S = 5.0
+"""A restarted server waits so long for the addresses of the one that died."""
+_REBIND_PAUSE_S = 0.1
 
 
 class Server:
@@ -59,6 +70,7 @@ class Server:
         limits: what model or environment say about groups; others are refused.
         weights: chunk server, already started.
         resume: checkpoint folder with ``ledger.json`` and ``groups.bin``.
+        recover: take the place of a server that died: its address, its run, its journal.
 
     Raises:
         ConfigError: the address is taken, or open to other hosts without ``buffer.insecure``; a bad checkpoint.
@@ -71,34 +83,51 @@ class Server:
         limits: Limits,
         weights: Weights,
         resume: Path | None = None,
+        *,
+        recover: bool = False,
     ) -> None:
-        check_bind(config.buffer.bind, config.buffer.insecure)
+        check_bind(config.buffer)
         self._config = config
+        self._keys = ServerKeys.of(config.buffer.keys)
+        self._gate: Gate | None = None
         self._files = RunFiles(out)
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._interrupted = False
         self._context = zmq.Context()
         try:
-            self._socket = self._bind(config.buffer.bind)
-            ledger = make_ledger(config, limits, resume)
+            before = read_json(out / "server.json") if recover else {}
+            self._socket = self._bind(str(before.get("address", config.buffer.bind)), patient=recover)
+            opened = open_ledger(config, limits, out, resume, recover=recover)
+            if resume is not None or recover:
+                keep_lines(self._files, opened.ledger)
+                self._files.mend("timeline")
+            self.run_id = str(before.get("run_id", uuid.uuid4().hex[:12]))
+            self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            self.service = Service(
+                config,
+                opened.ledger,
+                self._files,
+                weights,
+                self.run_id,
+                time.monotonic(),
+                self.wake,
+                recovered=opened.recovered,
+                disowned=opened.disowned,
+            )
         except Exception:
             self._release()
             raise
-        if resume is not None:
-            self._files.keep("batches", lambda row: row.get("step", 0) < ledger.version)
-            self._files.keep("evals", lambda row: row.get("version", 0) <= ledger.version)
-            again = {ordinal for ordinal, _, _ in ledger.retry}
-            again |= {e.ordinal for e in ledger.scoring.values() if "reward" in awaited(e.payload, ledger.rules.stages)}
-            self._files.keep(
-                "samples",
-                lambda row: row.get("ordinal", 0) not in again and row.get("ordinal", 0) < ledger.next_ordinal,
-            )
-            self._files.keep("timeline", lambda row: True)
-        self.run_id = uuid.uuid4().hex[:12]
-        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.service = Service(config, ledger, self._files, weights, self.run_id, time.monotonic(), self.wake)
-        self._files.replace("server", {"address": self.address, "pid": os.getpid(), "run_id": self.run_id})
-        print(f"buffer server of run {self.run_id} on {self.address}", flush=True)
+        self._files.replace(
+            "server",
+            {
+                "address": self.address,
+                "weights_address": weights.address,
+                "pid": os.getpid(),
+                "run_id": self.run_id,
+            },
+        )
+        is_back = " goes on" if opened.recovered else ""
+        print(f"buffer server of run {self.run_id} on {self.address}{is_back}", flush=True)
 
     def __enter__(self) -> Server:
         return self
@@ -113,18 +142,21 @@ class Server:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wakeup, zmq.POLLIN)
-        period_s = self._config.buffer.heartbeat_s / 2
-        next_tick = time.monotonic() + period_s
-        while self.service.phase != "ended":
+        period_s = self._config.buffer.heartbeat_s / (2 * BEATS_PER_PERIOD)
+        next_tick, backlog = time.monotonic() + period_s, 0
+        while self.service.ending.phase != "ended":
             poller.poll(max(0, math.ceil((next_tick - time.monotonic()) * 1000)))
             woken = self._take_wakeup()
             drained = self._receive()
+            backlog = 0 if drained else backlog + _BURST
             now = time.monotonic()
             if woken or now >= next_tick:
                 if self._interrupted:
-                    self.service.wind_down("the server was interrupted", now)
+                    self.service.ending.wind_down("the server was interrupted", now)
                 # A client is silent only if nothing of it waits in the socket, e.g. after this process was paused.
-                self.service.tick(now, all_heard=drained)
+                # The socket takes turns between clients: after so many messages each was heard that had sent any, so
+                # that one who never lets the socket run empty cannot hide the silence of the others.
+                self.service.tick(now, all_heard=drained or backlog > _MOST_CLIENTS)
                 next_tick = now + period_s
             self.service.pump(now)
             self._send(now)
@@ -147,23 +179,30 @@ class Server:
         finally:
             self._release()
 
-    def _bind(self, address: str) -> zmq.Socket[bytes]:
+    def _bind(self, address: str, *, patient: bool) -> zmq.Socket[bytes]:
+        """The socket; ``patient``: the address may be taken for a moment more, by the process that died."""
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
         socket.setsockopt(zmq.SNDHWM, _UNREAD)
+        socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         socket.setsockopt(zmq.MAXMSGSIZE, LIMITS.frame_bytes)
-        try:
-            socket.bind(address)
-        except zmq.ZMQError as error:
-            socket.close(0)
-            hint = (
-                "another program listens there; choose another port or end it"
-                if error.errno == errno.EADDRINUSE
-                else ""
-            )
-            raise ConfigError(f"buffer.bind = {address!r}: {error.strerror}{'; ' if hint else ''}{hint}") from None
-        return socket
+        if self._keys is not None:
+            self._gate = Gate(self._context, self._keys)
+            secure_server(socket, self._keys)
+        deadline = time.monotonic() + (REBIND_S if patient else 0.0)
+        while True:
+            try:
+                socket.bind(address)
+                return socket
+            except zmq.ZMQError as error:
+                is_taken = error.errno == errno.EADDRINUSE
+                if is_taken and time.monotonic() < deadline:
+                    threading.Event().wait(_REBIND_PAUSE_S)
+                    continue
+                socket.close(0)
+                hint = "; another program listens there; choose another port or end it" if is_taken else ""
+                raise ConfigError(f"buffer.bind = {address!r}: {error.strerror}{hint}") from None
 
     def _receive(self) -> bool:
         """Handle what waits in the socket, a burst at most; True if the socket is empty then."""
@@ -194,42 +233,23 @@ class Server:
 
     def _release(self) -> None:
         self._files.close()
+        if self._gate is not None:
+            self._gate.close()
         self._context.destroy(_LINGER_MS)
         os.close(self._wakeup)
 
 
-def check_bind(address: str, insecure: bool) -> None:
-    """Refuse an address that other hosts can reach, unless it is asked for.
+def check_bind(buffer: BufferConfig) -> None:
+    """Refuse an address that other hosts can reach, unless there are keys or it is asked for.
 
     Raises:
-        ConfigError: it is not a loopback address, or no address at all.
+        ConfigError: it is refused, or no address at all.
     """
+    address = buffer.bind
     host = address.removeprefix("tcp://")
     if host == address or ":" not in host:
         raise ConfigError(f"buffer.bind = {address!r}: write it as tcp://HOST:PORT (* as the port takes a free one)")
-    if not host.startswith(_LOOPBACK) and not insecure:
-        raise ConfigError(
-            f"buffer.bind = {address!r} can be reached by other hosts and has no keys: bind tcp://127.0.0.1:PORT, or "
-            "set buffer.insecure = true inside a network that you trust"
-        )
-
-
-def make_ledger(config: RunConfig, limits: Limits, resume: Path | None) -> Ledger:
-    """A fresh ledger, or the one of a checkpoint.
-
-    Raises:
-        ConfigError: the checkpoint cannot be read.
-    """
-    rules, stream = Rules.from_config(config, limits), partial(_task_of, config.seed, limits.num_tasks)
-    has_curriculum = isinstance(config, Config) and config.task.curriculum
-    curriculum = Curriculum(stream, config.seed) if has_curriculum else None
-    if resume is None:
-        return Ledger(rules, stream, curriculum)
-    return journal.thaw(journal.load(resume), rules, stream, curriculum, time.monotonic())
-
-
-def _task_of(seed: int, num_tasks: int, ordinal: int) -> int:
-    return task_index(seed, ordinal, num_tasks)
+    check_open(address, buffer.keys, insecure=buffer.insecure)
 
 
 def _contents(frame: zmq.Frame) -> Frame:
@@ -262,19 +282,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m async_rl.buffer.server", description=__doc__.partition("\n")[0])
     parser.add_argument("config", help="resolved config.toml")
     parser.add_argument("--out", type=Path, required=True, help="run folder")
-    parser.add_argument("--resume", type=Path, help="checkpoint folder")
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument("--resume", type=Path, help="checkpoint folder")
+    begin.add_argument("--recover", action="store_true", help="take the place of a server that died; its clients go on")
     arguments = parser.parse_args()
     die_with_parent()
-
-    from async_rl.weights.server import WeightServer
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection takes one
 
     config = load_any(arguments.config)
-    check_bind(config.buffer.bind, config.buffer.insecure)
+    check_bind(config.buffer)
     limits = limits_of(config, arguments.out)
-    weights = WeightServer(config.buffer.bind.rpartition(":")[0] + ":*")
-    weights.start()
+    keys, anew = ServerKeys.of(config.buffer.keys), config.buffer.bind.rpartition(":")[0] + ":*"
+    if arguments.recover:
+        before = str(read_json(arguments.out / "server.json").get("weights_address", anew))
+        weights = _weights_again(lambda: WeightServer(before, keys))
+    else:
+        weights = WeightServer(anew, keys)
+        weights.start()
     try:
-        with Server(config, arguments.out, limits, weights, arguments.resume) as server:
+        with Server(config, arguments.out, limits, weights, arguments.resume, recover=arguments.recover) as server:
 
             def interrupt(number: int, frame: FrameType | None) -> None:
                 server.interrupt()
@@ -285,6 +312,25 @@ def main() -> None:
     finally:
         weights.close()
     sys.exit(code)
+
+
+def _weights_again(make: Callable[[], WeightServer]) -> WeightServer:
+    """A chunk server on the address of the one that died, which may be taken for a moment more.
+
+    Raises:
+        WeightsError: it is still taken after :data:`REBIND_S`.
+    """
+    deadline = time.monotonic() + REBIND_S
+    while True:
+        weights = make()
+        try:
+            weights.start()
+            return weights
+        except WeightsError:
+            weights.close()
+            if time.monotonic() > deadline:
+                raise
+        threading.Event().wait(_REBIND_PAUSE_S)
 
 
 if __name__ == "__main__":

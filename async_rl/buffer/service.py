@@ -3,47 +3,45 @@
 handle(identity, frames) ─► desk of the sender ─► ledger        pump() ─► shards, tickets
 tick() ─► silent clients, leases, watchdog, deadlines           post.take() ─► what to send
 
-phase   running ─ stop ─► stopping ─ done ─► closing ─► ended
-           └──── done ─► evaluating ─ last eval ─┘        fatal, dead learner, watchdog: ─► closing, failed
+Who comes and goes is in reception.py, how the run ends in ending.py. A restarted server is given the ledger that its
+journal tells of; what the service itself must know again lies in the ledger's notes: ``versions``, ``phase``,
+``clients``, ``learner``, ``batches``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from async_rl.buffer.account import Account
 from async_rl.buffer.actor_desk import ActorDesk
-from async_rl.buffer.alarms import hung_learner_text, overdue_text
-from async_rl.buffer.door import refusal
-from async_rl.buffer.fields import number, numbers, spans, take
+from async_rl.buffer.alarms import hung_learner_text, missing_learner_text, overdue_text
+from async_rl.buffer.ending import Ending
+from async_rl.buffer.fields import natural, number, numbers, pairs, shown, spans, take
 from async_rl.buffer.files import RunFiles
+from async_rl.buffer.journaled import JournaledLedger
 from async_rl.buffer.learner_desk import LearnerDesk
-from async_rl.buffer.ledger import Ledger
 from async_rl.buffer.post import Post
+from async_rl.buffer.reception import Reception
 from async_rl.buffer.records import Overdue
 from async_rl.buffer.roster import Roster, Session
+from async_rl.buffer.run_lines import add_missing_batches
 from async_rl.buffer.scorer_desk import ScorerDesk
 from async_rl.buffer.versions import Versions
 from async_rl.config import RunConfig
-from async_rl.errors import WeightsError, WireError
-from async_rl.protocol import MISSED_BEATS, ROLES, Role
+from async_rl.errors import ConfigError, WeightsError, WireError
+from async_rl.protocol import ROLES, Role
 from async_rl.weights.manifest import Manifest
 from async_rl.wire import Frame, Header, unpack_header
 
-FINAL_EVAL_S = 300.0
-"""The run waits so long for the evaluation of its last version."""
-STOP_S = 300.0
-"""The learner has so long for its last step and checkpoint after a stop."""
-GOODBYE_S = 5.0
-"""Clients have so long to leave after the end."""
-
+_NO_JOURNAL = (
+    "the journal cannot be written, until the next checkpoint: a server that dies before goes on from the newest one"
+)
 _MOST_GAPS = 1 << 53
+_MOST_REASON = 4000
+"""Characters of a sentence with which a client ends the run: it goes into the books."""
 _TRAINING = ("next", "trained", "snapshot")
-
-Phase = Literal["running", "stopping", "evaluating", "closing", "ended"]
-Status = Literal["completed", "stopped", "failed"]
 
 
 class Weights(Protocol):
@@ -62,45 +60,83 @@ class Service:
 
     Args:
         config: the run.
-        ledger: fresh, or restored.
+        ledger: fresh, restored from a checkpoint, or recovered.
         files: run folder.
         weights: serves published versions to other hosts.
-        run_id: names this life of the server.
+        run_id: names the run.
         now: the clock.
         wake: makes the socket loop turn; called from other threads.
+        recovered: the ledger is the one of a server that died: its clients go on.
+        disowned: group name of a learner that has steps which this ledger does not know, after the loss of a journal.
+
+    Raises:
+        ConfigError: the notes of a recovered ledger are not those of a service.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        ledger: Ledger,
+        ledger: JournaledLedger,
         files: RunFiles,
         weights: Weights,
         run_id: str,
         now: float,
         wake: Callable[[], None],
+        *,
+        recovered: bool = False,
+        disowned: str | None = None,
     ) -> None:
         self.config = config
-        self.phase: Phase = "running"
         self.ledger = ledger
         self.roster = Roster()
         self.post = Post()
         self.refused: Counter[str] = Counter()
-        self.versions = Versions(config)
+        self.versions = _versions(config, ledger, ledger.notes.get("versions") if recovered else None, now)
         self.account = Account(ledger, self.roster, self.versions, self.refused, run_id)
         self._files = files
         self._weights = weights
-        self._run_id = run_id
         self._began = now
-        self._learner_heard = now  # of its work, not of its beats: those come from a thread of their own
-        self._deadline = 0.0
+        self._last_tick = now
+        self._has_news = False
+        self._num_waiting = 0
         self._actors = ActorDesk(
             ledger, self.roster, self.post, self.versions, files, self.refused, colocated=config.actors.colocated
         )
         self._scorers = ScorerDesk(ledger, self.roster, self.post, files, self.refused)
         self._learners = LearnerDesk(
-            ledger, self.roster, self.post, files, config.split_minibatches, self.account.shard_stats, wake
+            ledger,
+            self.roster,
+            self.post,
+            files,
+            self.versions,
+            config.split_minibatches,
+            self.account.shard_stats,
+            wake,
+            now,
         )
+        self.ending = Ending(ledger, self.roster, self.post, self.account, config.steps, self._publish)
+        self._reception = Reception(
+            config=config,
+            run_id=run_id,
+            weights_address=weights.address,
+            ledger=ledger,
+            roster=self.roster,
+            post=self.post,
+            refused=self.refused,
+            versions=self.versions,
+            account=self.account,
+            files=files,
+            actors=self._actors,
+            scorers=self._scorers,
+            learners=self._learners,
+            ending=self.ending,
+            publish=self._publish,
+            tell_monitors=self._tell_monitors,
+        )
+        if disowned is not None:
+            self._learners.disown(disowned)
+        if recovered:
+            self._restore(now)
         self._handlers: dict[
             str, tuple[tuple[Role, ...], Callable[[Session, Header, Sequence[Frame], float], None]]
         ] = {
@@ -114,12 +150,15 @@ class Service:
             "trained": (("learner",), lambda s, h, f, now: self._trained(s, h, now)),
             "snapshot": (("learner",), lambda s, h, f, now: self._learners.snapshot(s, h)),
             "done": (("learner",), lambda s, h, f, now: self._done(h, now)),
-            "eval": (("evaluator",), lambda s, h, f, now: self._eval(h, now)),
-            "dead": (("monitor",), lambda s, h, f, now: self._dead(h, now)),
-            "stop": (("monitor",), lambda s, h, f, now: self.wind_down(take(h, "reason", str), now)),
+            "eval": (("evaluator",), lambda s, h, f, now: self._eval(s, h, now)),
+            "dead": (("monitor",), lambda s, h, f, now: self._reception.dead(take(h, "name", str), now)),
+            "stop": (
+                ("monitor",),
+                lambda s, h, f, now: self.ending.wind_down(take(h, "reason", str)[:_MOST_REASON], now),
+            ),
             "beat": (ROLES, lambda s, h, f, now: self._beat(s, h, now)),
-            "fatal": (ROLES, lambda s, h, f, now: self.fail(take(h, "reason", str), now)),
-            "bye": (ROLES, lambda s, h, f, now: self._leave(s, "bye", now)),
+            "fatal": (ROLES, lambda s, h, f, now: self.ending.fail(_reason(h), now)),
+            "bye": (ROLES, lambda s, h, f, now: self._reception.leave(s, "bye", now)),
         }
 
     # ------------------------------------------------------------------ messages
@@ -129,7 +168,7 @@ class Service:
         try:
             header = unpack_header(frames[0] if frames else b"")
             if header["type"] == "hello":
-                self._hello(identity, header, now)
+                self._reception.hello(identity, header, now)
             else:
                 self._dispatch(identity, header, frames[1:], now)
         except WireError as error:
@@ -140,11 +179,11 @@ class Service:
         """The socket has no route to this client any more, or the client does not read."""
         session = self.roster.find(identity)
         if session is not None:
-            self._leave(session, "unreachable", now)
+            self._reception.leave(session, "unreachable", now)
 
     def pump(self, now: float) -> None:
         """Hand out whatever has become possible."""
-        if self.phase == "running":
+        if self.ending.phase == "running":
             self._actors.rest()
             delivery = self._learners.deliver(new_steps=not self._actors.in_use())
             if delivery is not None:
@@ -152,9 +191,11 @@ class Service:
             self._actors.issue(now)
             self._actors.wake()
             self._scorers.lease(now)
-        elif self.phase == "stopping":
+        elif self.ending.phase == "stopping":
             self._learners.deliver(new_steps=False)
             self._learners.release(self.account.reason)
+        if self._has_news:
+            self._send_status()
 
     def tick(self, now: float, *, all_heard: bool) -> None:
         """What time does: silent clients, watchdog, leases, deadlines, files.
@@ -163,174 +204,54 @@ class Service:
             now: the clock.
             all_heard: no message waits, so that who was not heard is silent.
         """
-        silence_s = MISSED_BEATS * self.config.buffer.heartbeat_s
-        for session in self.roster if all_heard else ():
-            if now - session.heard > silence_s:
-                self._leave(session, "silent", now)
-        if self.phase == "running":
+        if now - self._last_tick > self.config.buffer.heartbeat_s / 2:  # it is this process that was frozen
+            self.roster.excuse(now)
+        self._last_tick = now
+        self._reception.tick(now, all_heard=all_heard)
+        if self.ending.phase == "running":
             overdue = self.ledger.watch(now, step_waits=self._learners.step_waits)
             if overdue is not None:
                 self._bark(overdue, now)
             self._check_learner(now)
-            self._notice(now)
         self._actors.cancel(self.ledger.expire(now))
         self._learners.finish_snapshots()
         self._files.flush()
-        self._end_phase(now)
+        self._notice(now)
+        self.ending.tick(now)
 
     def close(self) -> None:
-        """Last words: the final books, all files on disk."""
+        """Last words: the final books, all files on disk. A run that has ended needs no journal any more."""
         self._learners.close()
+        self.ledger.detach(remove=self.ending.phase == "ended")
         self._write_books()
         self._files.close()
-
-    # ------------------------------------------------------------------ the end
-
-    def wind_down(self, reason: str, now: float) -> None:
-        """Stop in order: the learner ends its step, writes a checkpoint and says ``done``; then all end."""
-        if self.phase == "evaluating":  # the checkpoint is written, only the last evaluation is awaited
-            why = f"was not waited for: {reason}"
-            self._finish("completed", f"all steps are trained; the last evaluation {why}", now)
-        if self.phase != "running":
-            return
-        print(f"stopping: {reason}", flush=True)
-        self.phase, self.account.reason, self._deadline = "stopping", reason, now + STOP_S
-        if not self.roster.of("learner"):
-            self._finish("stopped", reason, now)
-
-    def fail(self, reason: str, now: float) -> None:
-        """End the run with an error."""
-        if self.phase not in ("closing", "ended"):
-            print(f"the run failed: {reason}", flush=True)
-            self._finish("failed", reason, now)
-
-    def _done(self, header: Header, now: float) -> None:
-        if self.phase not in ("running", "stopping"):
-            return
-        stopped = take(header, "stopped", bool, False)
-        self.post.send_all(self.roster.of("actor", "scorer"), "stop", reason="the learner is done", error=False)
-        self.ledger.close("run_ended")
-        if stopped:
-            self._finish("stopped", self.account.reason or "the learner was asked to stop", now)
-        elif self._final_eval_is_in():
-            self._finish("completed", "all steps are trained", now)
-        elif not self.roster.of("evaluator"):
-            why = "is missing: no evaluator is connected"
-            self._finish("completed", f"all steps are trained; the last evaluation {why}", now)
-        else:
-            self.phase, self._deadline = "evaluating", now + FINAL_EVAL_S
-
-    def _final_eval_is_in(self) -> bool:
-        return any(e["version"] == self.config.steps for e in self.account.evals)
-
-    def _finish(self, status: Status, reason: str, now: float) -> None:
-        self.phase, self._deadline = "closing", now + GOODBYE_S
-        self.account.status, self.account.reason = status, reason
-        self.ledger.close("run_ended")
-        self._tell_monitors()
-        self.post.send_all(self.roster, "stop", reason=reason, error=status == "failed")
-        self._write_books()
-
-    def _end_phase(self, now: float) -> None:
-        late = now > self._deadline
-        if self.phase == "evaluating" and (late or not self.roster.of("evaluator")):
-            why = f"was not in after {FINAL_EVAL_S:.0f} s" if late else "is missing: the evaluator has left"
-            self._finish("completed", f"all steps are trained; the last evaluation {why}", now)
-        elif self.phase == "stopping" and late:
-            self.fail(f"the learner did not stop within {STOP_S:.0f} s ({self.account.reason})", now)
-        elif self.phase == "closing" and (late or not self.roster.of("actor", "scorer", "evaluator", "learner")):
-            self.phase = "ended"
 
     # ------------------------------------------------------------------ clients
 
     def _dispatch(self, identity: bytes, header: Header, frames: Sequence[Frame], now: float) -> None:
         session = self.roster.find(identity)
         if session is None:
-            raise WireError("hello_first", f"{header['type']} before hello")
+            raise WireError("hello_first", f"{shown(header['type'], 60)} before hello")
         if header["type"] not in self._handlers:
-            raise WireError("unknown_type", header["type"][:60])
+            raise WireError("unknown_type", shown(header["type"], 60))
         roles, handler = self._handlers[header["type"]]
         if session.role not in roles:
             raise WireError("wrong_role", f"{header['type'][:60]} from a {session.role}")
         seq = take(header, "seq", int, session.seq + 1)
         session.gaps = min(session.gaps + max(0, seq - session.seq - 1), _MOST_GAPS)
         session.heard, session.seq = now, seq
-        if session.role == "learner" and header["type"] in _TRAINING and self.phase not in ("running", "stopping"):
+        if session.role == "learner" and header["type"] in _TRAINING and not self.ending.trains:
             raise WireError("run_over", f"{header['type']} after the end of the run")
         if header["type"] in _TRAINING:
-            self._learner_heard = now
+            self._learners.heard = now
         handler(session, header, frames, now)
-
-    def _hello(self, identity: bytes, header: Header, now: float) -> None:
-        why = refusal(header, self.config, [s.world for s in self.roster.of("learner")])
-        if not why and self.phase not in ("running", "stopping") and header["role"] != "monitor":
-            why = f"the run is over ({self.account.status}: {self.account.reason})"
-        if why:
-            self.refused["hello"] += 1
-            print(f"refused {str(header.get('name'))[:60]!r}: {why}", flush=True)
-            self.post.send(identity, "refused", reason=why, code="hello")
-            return
-        session = Session.from_hello(identity, header, now)
-        before = self.roster.last(session.name)
-        if before is not None and session.is_same_process(before):  # its connection broke, its device did not change
-            session.worked, session.asleep, session.life = before.worked, before.asleep, before.life
-        elif before is not None:
-            session.life = before.life + 1
-        self._replace(session, now)
-        self.roster.join(session)
-        print(
-            f"{session.name} ({session.role}) joined, pid {session.pid} on {session.host.partition('/')[0]}", flush=True
-        )
-        self.post.send(
-            session,
-            "welcome",
-            run_id=self._run_id,
-            heartbeat_s=self.config.buffer.heartbeat_s,
-            next_step=self.ledger.version,
-            life=session.life,
-            start_version=self.versions.start,
-            manifest=self.versions.evaluated_wire if session.role == "evaluator" else self.versions.wire,
-            weights_address=self._weights.address,
-        )
-
-    def _replace(self, session: Session, now: float) -> None:
-        """A reconnecting name takes the place of its old session, whose tickets return."""
-        for old in (self.roster.named(session.name), self.roster.find(session.identity)):
-            if old is None or old.gone:
-                continue
-            same = session.is_same_process(old)
-            if not same and old.identity != session.identity:
-                reason = f"another client took the name {old.name!r}: give each client its own"
-                self.post.send(old, "refused", reason=reason, code="replaced")
-            self._leave(old, "reconnected" if same else "replaced", now)
-
-    def _leave(self, session: Session, why: str, now: float) -> None:
-        self.roster.leave(session, why)
-        lost = self.ledger.lose(session.name) if session.role == "actor" else []
-        leased = self._scorers.leave(session, why) if session.role == "scorer" else 0
-        if why != "bye":
-            print(f"{session.name} is gone ({why}); {len(lost) + leased} tickets return", flush=True)
-        if lost:  # it may only have been slow: then it must not go on with what others now do
-            self.post.send(session, "cancel", tickets=[[x.ordinal, x.attempt] for x in lost])
-        # On the way out the other ranks may leave before rank 0, which still writes the checkpoint.
-        missed = session.role == "learner" and why != "reconnected" and (why != "bye" or session.rank == 0)
-        if missed and self.phase in ("running", "stopping"):
-            self.fail(
-                f"learner rank {session.rank} ({session.name}) is gone ({why}) at step {self.ledger.version}", now
-            )
-        self._tell_monitors()
-
-    def _dead(self, header: Header, now: float) -> None:
-        session = self.roster.named(take(header, "name", str))
-        if session is not None:
-            self._leave(session, "dead", now)
 
     def _beat(self, session: Session, header: Header, now: float) -> None:
         timer = take(header, "timer", dict, {})
-        session.state = take(timer, "state", str, session.state)[:40]
+        session.state = shown(take(timer, "state", str, session.state), 40)
         session.report(numbers(timer.get("seconds")), numbers(header.get("info")))
         session.cpu_s, session.rss_bytes = number(header, "cpu_s"), number(header, "rss_bytes")
-        session.in_flight = len(take(header, "in_flight", list, []))
+        session.held = pairs(header["in_flight"]) if "in_flight" in header else None
         rows = spans(timer.get("spans"))
         if rows:
             self._files.append("timeline", {"name": session.name, "role": session.role, "spans": rows})
@@ -348,42 +269,71 @@ class Service:
 
     def _trained(self, session: Session, header: Header, now: float) -> None:
         manifest = self._learners.trained(session, header)
+        if take(header, "step", int) >= 0:
+            for rank in self.roster.of("learner"):
+                rank.useful = True
         if manifest is None:
             return
         self.account.learner_stats = numbers(header.get("stats")) or self.account.learner_stats
         self.account.last = self._learners.last
         self.versions.announce(manifest, now, self.account.learner_stats.get("publish_s"))
+        self.ledger.note("versions", self.versions.to_note())
         try:
             self._weights.serve(manifest)
         except WeightsError as error:
-            self.fail(f"version {manifest.version} cannot be served to the actors: {error}", now)
+            self.ending.fail(f"version {manifest.version} cannot be served to the actors: {error}", now)
             return
         self._actors.announce()
         self.post.send_all(self.roster.of("evaluator"), "version", manifest=self.versions.wire)
-        self._tell_monitors()
-        self._write_books()
+        self._publish()
 
-    def _eval(self, header: Header, now: float) -> None:
-        version, samples = take(header, "version", int), take(header, "samples", list, [])
-        self.account.evaluated(version, numbers(header.get("metrics")))
-        row = {**self.account.evals[-1], "wall_s": round(now - self._began, 3), "samples": samples}
+    def _done(self, header: Header, now: float) -> None:
+        stopped = take(header, "stopped", bool, False)
+        if not stopped and self.ledger.version < self.config.steps:
+            raise WireError("bad_step", f"done after step {self.ledger.version} of {self.config.steps}")
+        self.ending.done(now, stopped=stopped)
+
+    def _eval(self, session: Session, header: Header, now: float) -> None:
+        """A finished evaluation; one of a void version, or repeated after a break, counts nothing."""
+        version, samples = natural(header, "version"), take(header, "samples", list, [])
+        metrics, epoch = numbers(header.get("metrics")), take(header, "epoch", int, 0)
+        session.useful = True
+        if self.versions.is_void(epoch, version):
+            return
+        if version > self.ledger.version:
+            raise WireError(
+                "version_from_the_future", f"an evaluation of {version}, the newest is {self.ledger.version}"
+            )
+        if not self.account.evaluated(version, metrics):
+            return
+        row = {**self.account.evals[-1], "epoch": epoch, "wall_s": round(now - self._began, 3), "samples": samples}
         self._files.append("evals", row)
+        self._files.flush()
         self._tell_monitors()
-        if self.phase == "evaluating" and self._final_eval_is_in():
-            self._finish("completed", "all steps are trained", now)
+        self.ending.evaluated(now)
 
     def _check_learner(self, now: float) -> None:
-        """End a run whose learner is at work on one step for too long; waiting for data is the watchdog's business."""
+        """End a run whose learner is away, or at work on one step, for too long.
+
+        Waiting for data is the watchdog's business.
+        """
         limit_s = self.config.learner.step_deadline_s
-        if not self._learners.step_waits and now - self._learner_heard > limit_s:
-            self.fail(hung_learner_text(self.ledger.version, limit_s, self.roster), now)
+        if self._learners.step_waits or now - self._learners.heard <= limit_s:
+            return
+        if self.roster.of("learner"):
+            self.ending.fail(hung_learner_text(self.ledger.version, limit_s, self.roster), now)
+        else:
+            self.ending.fail(missing_learner_text(self.ledger.version, limit_s), now)
 
     def _notice(self, now: float) -> None:
-        """Say once, and show as long as it lasts, what holds the run up."""
-        notices = self._scorers.notices(now)
-        if len(notices) > len(self.account.notices):
-            print("\n".join(notices), flush=True)
-        self.account.notices = notices
+        """Say once, and show as long as it lasts, what holds the run up, and what cannot be written."""
+        waiting = self._scorers.notices(now) if self.ending.phase == "running" else []
+        if len(waiting) > self._num_waiting:
+            print("\n".join(waiting), flush=True)
+        self._num_waiting = len(waiting)
+        unwritten = [] if self.ledger.is_recorded else [_NO_JOURNAL]
+        unwritten += [self._files.trouble] if self._files.trouble else []
+        self.account.notices = waiting + unwritten
 
     def _bark(self, overdue: Overdue, now: float) -> None:
         awake = [f"{name} has not given its device back: it never said asleep" for name in self._actors.in_use()]
@@ -391,11 +341,67 @@ class Service:
         print(text, flush=True)
         self._actors.cancel(overdue.lost)
         if overdue.exhausted:
-            self.fail(text, now)
+            self.ending.fail(text, now)
+
+    # ------------------------------------------------------------------ what others see
+
+    def _publish(self) -> None:
+        self._send_status()
+        self._write_books()
 
     def _tell_monitors(self) -> None:
+        """At the next turn: thousands that leave at once are told of once."""
+        self._has_news = True
+
+    def _send_status(self) -> None:
+        self._has_news = False
         self.post.send_all(self.roster.of("monitor"), "status", **self.account.glance())
 
     def _write_books(self) -> None:
         self._files.flush()
         self._files.replace("books", self.account.books())
+
+    # ------------------------------------------------------------------ a restart of the server
+
+    def _restore(self, now: float) -> None:
+        """Go on from the notes of the server that died; its clients are expected to say hello again."""
+        notes = self.ledger.notes
+        try:
+            self.roster.restore(notes.get("clients", []), now)
+            if "learner" in notes:
+                self._learners.restore(notes["learner"])
+            until = self._reception.expect_all(now)
+            if "phase" in notes:
+                self.ending.restore(notes["phase"], now, until)
+            add_missing_batches(self._files, notes.get("batches", []), self.ledger)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"the journal's notes are damaged: {error!r}") from None
+        self.account.restore(self._files.rows("evals"))
+        self.account.group = self._learners.group or ""
+        if self.versions.newest is not None:
+            try:
+                self._weights.serve(self.versions.newest)
+            except WeightsError as error:  # the learner that published it is gone, too; its next life publishes again
+                print(f"version {self.versions.newest.version} is not served any more: {error}", flush=True)
+        self._publish()
+
+
+def _reason(header: Header) -> str:
+    return take(header, "reason", str)[:_MOST_REASON]
+
+
+def _versions(config: RunConfig, ledger: JournaledLedger, note: Mapping[str, Any] | None, now: float) -> Versions:
+    """As noted. What an earlier epoch published beyond the ledger's step is void.
+
+    The server may have died between a rewind and the note of it, or the journal may be lost with what came after.
+
+    Raises:
+        ConfigError: the note is damaged.
+    """
+    try:
+        versions = Versions(config) if note is None else Versions.from_note(config, note, now)
+    except (KeyError, TypeError, ValueError, WeightsError) as error:
+        raise ConfigError(f"the journal's note of the versions is damaged: {error!r}") from None
+    if ledger.epoch > versions.epoch:
+        versions.withdraw(ledger.version, ledger.epoch)
+    return versions

@@ -116,6 +116,10 @@ class StageQueue:
         del self.leases[scorer]
         return mine
 
+    def free(self) -> None:
+        """Nobody has anything any more; what those who had it still send is welcome."""
+        self._give_all_back(list(self._leased))
+
     def expire(self, now: float, limit_s: float) -> None:
         """What was leased for longer than ``limit_s`` goes back."""
         late = []
@@ -141,6 +145,25 @@ class StageQueue:
             "waiting": self.waiting,
             "leased": len(self._leased),
         }
+
+    def freeze(self) -> dict[str, Any]:
+        """All of it in plain types: leases in their order, then what waits."""
+        waiting = sorted((w for w in self._works.values() if not w.scorer), key=lambda w: w.entry.ordinal)
+        works = [*self._leased.values(), *waiting]
+        return {
+            "counts": [self.annotated, self.failed, self.returned, self.seconds, self._counted_to],
+            "works": [[w.entry.ordinal, w.scorer, w.since, w.tries, w.deaths, sorted(w.holders)] for w in works],
+        }
+
+    def restore(self, plain: dict[str, Any]) -> None:
+        """Take up what :meth:`freeze` gave, for the same entries; they were added before."""
+        self.annotated, self.failed, self.returned, self.seconds, self._counted_to = plain["counts"]
+        for ordinal, scorer, since, tries, deaths, holders in plain["works"]:
+            work = self._works[ordinal]
+            work.scorer, work.since, work.tries, work.deaths, work.holders = scorer, since, tries, deaths, set(holders)
+            if scorer:
+                self._leased[ordinal] = work
+                self.leases[scorer] += 1
 
     def _must_end_first(self, scorer: str, work: Work) -> bool:
         """Whether one of both, this work and what the scorer has, is suspect."""

@@ -6,6 +6,7 @@ In a control run steps of environments are counted in place of tokens, and the l
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -31,8 +32,23 @@ class Tally:
         """Count a group's sequences and sampled tokens."""
         num_sampled = count_sampled(group)
         for fate in fates:
-            self.sequences[fate] += len(group)
-            self.tokens[fate] += num_sampled
+            self.count(fate, len(group), num_sampled)
+
+    def count(self, fate: Fate, sequences: int, tokens: int) -> None:
+        """Count sequences and sampled tokens."""
+        self.sequences[fate] += sequences
+        self.tokens[fate] += tokens
+
+    def untrain(self, sequences: int, tokens: int, ages: Mapping[int, int]) -> None:
+        """Take back what was counted as trained."""
+        self.sequences["trained"] -= sequences
+        self.tokens["trained"] -= tokens
+        self.ages -= Counter(ages)
+
+    def untrain_all(self) -> None:
+        """Nothing is trained any more."""
+        self.sequences["trained"] = self.tokens["trained"] = 0
+        self.ages.clear()
 
     def mean_length(self, fate: Fate) -> float | None:
         """Sampled tokens per sequence; ``None`` before the first."""

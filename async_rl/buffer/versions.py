@@ -1,12 +1,16 @@
-"""The versions of the weights as the server sees them: announced, proven by checksum, late.
+"""The versions of the weights as the server sees them: announced, proven by checksum, late, void.
 
 trained(manifest) ─► announce ─► clients prepare, commit ─► live(version, checksum) ─► equal? ─► counts
-                                      └─ not within the deadline ─► fenced: no tickets until it has caught up
+                        │             └─ not within the deadline ─► fenced: no tickets until it has caught up
+                        └─ a new life of the learner ─► withdraw: not offered any more; beyond its step: void
+
+Versions are ordered by (epoch, version); the epoch rises whenever the run goes back to an earlier step.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -16,6 +20,8 @@ from async_rl.evaluation import is_evaluated
 from async_rl.weights.manifest import Manifest
 
 _KEPT = 4096
+_NOTED = 64
+"""Versions whose checksums a restarted server still knows: those that clients may hold then."""
 
 
 @dataclass(slots=True)
@@ -48,19 +54,28 @@ class Versions:
         self._config = config
         self._deadline_s = config.weights.commit_deadline_s
         self._announced: dict[int, tuple[float, str]] = {}
+        self._voids: deque[tuple[int, int]] = deque(maxlen=_NOTED)
+        """(epoch, step): when that epoch began, all versions beyond that step became void."""
+        self._void_checksums: deque[tuple[int, str]] = deque(maxlen=_NOTED)
         self.newest: Manifest | None = None
+        """``None`` before the first, and from a new life of the learner until it has published."""
         self.wire: dict[str, Any] | None = None
         """The newest manifest as plain types."""
         self.evaluated_wire: dict[str, Any] | None = None
         """The newest one that is to be evaluated: what an evaluator that joins late begins with."""
         self.start: int | None = None
-        """The first version of the run, or of its resumption."""
+        """The first version of this life of the learner."""
         self.count = 0
         self.mismatches = 0
         """Times that a client claimed a version whose bytes it does not hold."""
         self._publish_s, self._transfer_s, self._commit_s = Mean(), Mean(), Mean()
         self._pauses_s: deque[float] = deque(maxlen=_KEPT)
         self._paused_s = 0.0
+
+    @property
+    def epoch(self) -> int:
+        """Of the newest life of the learner that is known here."""
+        return self._voids[-1][0] if self._voids else 0
 
     def announce(self, manifest: Manifest, now: float, publish_s: float | None) -> None:
         """A new version is published."""
@@ -75,11 +90,35 @@ class Versions:
         if publish_s is not None:
             self._publish_s.add(publish_s)
 
+    def is_newest(self, manifest: Manifest) -> bool:
+        """Whether it was announced, and nothing after it."""
+        return self.newest is not None and (manifest.order, manifest.checksum) == (
+            self.newest.order,
+            self.newest.checksum,
+        )
+
+    def withdraw(self, step: int, epoch: int) -> None:
+        """The learner begins anew at ``step``: its former segments are offered to nobody any more.
+
+        Args:
+            step: that it continues with.
+            epoch: from now on; if it is a new one, versions beyond ``step`` are void.
+        """
+        self.newest = self.wire = self.evaluated_wire = self.start = None
+        if not self._voids or epoch > self._voids[-1][0]:
+            self._voids.append((epoch, step))
+            for version in [v for v in self._announced if v > step]:
+                self._void_checksums.append((version, self._announced.pop(version)[1]))
+
+    def is_void(self, epoch: int, version: int) -> bool:
+        """Whether that version of that epoch counts no more."""
+        return any(begun > epoch and version > step for begun, step in self._voids)
+
     def proves(self, version: int, checksum: str) -> bool:
-        """Whether these are the bytes that were published as ``version``; a mismatch is counted."""
+        """Whether these are the bytes that were published as ``version``, which is not void; a mismatch is counted."""
         announced = self._announced.get(version)
         proven = announced is not None and announced[1] == checksum
-        self.mismatches += not proven
+        self.mismatches += not proven and (version, checksum) not in self._void_checksums
         return proven
 
     def time_commit(self, transfer_s: float, commit_s: float) -> None:
@@ -115,3 +154,48 @@ class Versions:
             "versions": self.count,
             "mismatches": self.mismatches,
         }
+
+    # ------------------------------------------------------------------ a restart of the server
+
+    def to_note(self) -> dict[str, Any]:
+        """What a restarted server must know, as plain types."""
+        return {
+            "newest": _noted(self.wire),
+            "evaluated": _noted(self.evaluated_wire),
+            "start": self.start,
+            "count": self.count,
+            "mismatches": self.mismatches,
+            "announced": [[version, told[1]] for version, told in list(self._announced.items())[-_NOTED:]],
+            "voids": [list(void) for void in self._voids],
+            "void_checksums": [list(known) for known in self._void_checksums],
+        }
+
+    @classmethod
+    def from_note(cls, config: RunConfig, note: Mapping[str, Any], now: float) -> Versions:
+        """As it was; the deadlines of what was announced begin anew.
+
+        Args:
+            config: of the run.
+            note: what :meth:`to_note` gave.
+            now: the clock.
+
+        Raises:
+            KeyError, TypeError, ValueError, WeightsError: it is none.
+        """
+        versions = cls(config)
+        versions.wire, versions.evaluated_wire = _wire(note["newest"]), _wire(note["evaluated"])
+        versions.newest = Manifest.from_wire(versions.wire) if versions.wire is not None else None
+        versions.start, versions.count, versions.mismatches = note["start"], note["count"], note["mismatches"]
+        versions._announced = {version: (now, checksum) for version, checksum in note["announced"]}
+        versions._voids.extend((epoch, step) for epoch, step in note["voids"])
+        versions._void_checksums.extend((version, checksum) for version, checksum in note["void_checksums"])
+        return versions
+
+
+def _noted(wire: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A manifest without bytes: notes may be written as JSON."""
+    return None if wire is None else {**wire, "chunks": wire["chunks"].hex()}
+
+
+def _wire(noted: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if noted is None else {**noted, "chunks": bytes.fromhex(noted["chunks"])}

@@ -39,6 +39,8 @@ class BufferConfig(Section):
     """Address of the server; ``*`` takes a free port, which is printed."""
     insecure: bool = False
     """Allow an address that other hosts can reach, without keys."""
+    keys: str = ""
+    """Folder of CURVE keys (``async-rl keys DIR`` makes them): everything is encrypted and strangers are not let in."""
     groups_per_step: int = Field(64, ge=1)
     """Groups that one learner step trains on."""
     max_staleness: int = Field(2, ge=0)
@@ -51,8 +53,8 @@ class BufferConfig(Section):
     """Replace groups whose rewards are all equal by fresh ones (dynamic sampling)."""
     lease_s: float = Field(120.0, gt=0)
     """An actor must return a ticket within this time, or it is reissued."""
-    heartbeat_s: float = Field(2.0, gt=0)
-    """Every client says that it lives this often; three missed ones and it is dead."""
+    heartbeat_s: float = Field(5.0, gt=0)
+    """A client that has died or is frozen is noticed within this time: it beats three times in it."""
     watchdog_s: float = Field(120.0, gt=0)
     """After this time without an accepted group the oldest tickets are printed and reissued."""
     watchdog_rounds: int = Field(3, ge=1)

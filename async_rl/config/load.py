@@ -78,7 +78,7 @@ def load_any(source: str, overrides: Sequence[str] = ()) -> AnyConfig:
         )
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of too many digits is no TOMLDecodeError
         raise ConfigError(f"{source} is not valid TOML: {error}") from None
     if any(override.partition("=")[0].strip() == "algorithm.name" for override in overrides):
         given = dict(_parse_override(override) for override in overrides)
@@ -162,12 +162,22 @@ def _parse_override(override: str) -> tuple[str, Any]:
         return key.strip(), tomllib.loads(f"v = {text.strip()}")["v"]
     except tomllib.TOMLDecodeError:
         return key.strip(), text.strip()
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--set {override[:60]!r}: {error}") from None
+
+
+def _shown(value: Any) -> str:
+    """As in Python, unless it has more digits than Python shows."""
+    try:
+        return repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
 
 
 def _explain(config: type[_Kind], loc: tuple[int | str, ...], kind: str, message: str, value: Any) -> str:
     where = ".".join(str(p) for p in loc) or "config"
     if kind != "extra_forbidden":
-        shown = "" if isinstance(value, dict) or not loc else f" = {value!r}"
+        shown = "" if isinstance(value, dict) or not loc else f" = {_shown(value)}"
         return f"{where}{shown}: {message.removeprefix('Value error, ')}"
     section: Any = config
     for part in loc[:-1]:

@@ -9,6 +9,10 @@ from pydantic import Field, model_validator
 from async_rl.config.base import ActorsBase, EvalBase, LearnerBase, RunConfig, Section
 from async_rl.config.checks import check_effect, check_together
 from async_rl.config.recipes import with_recipe
+from async_rl.sandbox import DEFAULT_MEMORY
+
+_TASK_FREE = {"verifiers", "timeout_s", "curriculum", "memory_bytes", "network", "keep_env"}
+"""Settings of ``[task]`` in which hosts may differ."""
 
 
 class ModelConfig(Section):
@@ -56,6 +60,12 @@ class TaskConfig(Section):
     is killed and counted."""
     verifiers: int = Field(1, ge=1)
     """Child processes per actor for the verifier, or for the episodes of the environment."""
+    memory_bytes: int = Field(DEFAULT_MEMORY, ge=64 << 20)
+    """Most memory of such a process, and its longest file; a call that needs more fails and is counted."""
+    network: bool = False
+    """Whether such a process may use the network; it is cut off where the system allows that."""
+    keep_env: tuple[str, ...] = Field((), strict=False)  # TOML has lists only
+    """Environment variables that it gets although their names (``..._KEY``, ``..._TOKEN``) say they are secrets."""
 
 
 class SamplingConfig(Section):
@@ -288,7 +298,7 @@ class Config(RunConfig):
         return {
             "seed": self.seed,
             "model": self.model.model_dump(exclude={"device"}),
-            "task": self.task.model_dump(exclude={"verifiers", "timeout_s", "curriculum"}),
+            "task": self.task.model_dump(exclude=_TASK_FREE),
             "sampling": self.sampling.model_dump(),
             "reward": self.reward.model_dump(exclude={"scorers"}),
             "reference": self.reference.path if self.needs_reference else None,

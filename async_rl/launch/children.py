@@ -13,16 +13,17 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from async_rl.launch.torchrun import RankFailures, is_traceback, killed_rank, own_sentence, without_report
 from async_rl.process import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TAIL_BYTES = 64 << 10
-_RANK_FAILED = re.compile(r"torch/distributed/elastic/.*failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
-"""torchrun's line about the first rank that failed."""
+_LAST_LINES = 8
+"""Other ranks, and threads that are still ending, may add a few."""
 
 
 @dataclass(slots=True)
@@ -89,9 +90,17 @@ class Child:
         """What it said itself about why it ended; ``None`` if it was killed, which it cannot have known."""
         return cause(self.log, self.log_start) if (self.poll() or 0) > 0 else None
 
+    def sentence(self) -> str | None:
+        """The last sentence of our own in its log, see :func:`sentence`."""
+        return sentence(self.log, self.log_start)
+
     def killed_rank(self) -> str | None:
-        """Which rank of a learner group was killed, see :func:`killed_rank`."""
-        return killed_rank(self.log, self.log_start)
+        """Which rank of a learner group was killed last, see :func:`async_rl.launch.torchrun.killed_rank`."""
+        return killed_rank(tail(self.log, 400, self.log_start))
+
+    def rank_failures(self) -> RankFailures:
+        """Reader of what torchrun says of its ranks in this life."""
+        return RankFailures(self.log, self.log_start)
 
     def describe_end(self) -> str:
         """How it ended, as the end of a sentence."""
@@ -112,40 +121,25 @@ def tail(log: Path, lines: int, start: int = 0) -> list[str]:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(start, size - _TAIL_BYTES))
         text = file.read().decode("utf-8", "replace")
-    return list(deque(_without_agent_report(text.splitlines()), maxlen=lines))
+    return list(deque(without_report(text.splitlines()), maxlen=lines))
 
 
-def _without_agent_report(lines: Iterable[str]) -> Iterator[str]:
-    """Lines that are not blank, without the traceback and table that torchrun prints after it has said who failed."""
-    reporting, rulers = False, 0
-    for line in lines:
-        if reporting and re.fullmatch(r"=+", line):  # the table ends with the second ruler
-            rulers += 1
-            reporting = rulers < 2
-        elif reporting or not line.strip():
-            continue
-        else:
-            yield line
-            if _RANK_FAILED.search(line):
-                reporting, rulers = True, 0
+def sentence(log: Path, start: int = 0) -> str | None:
+    """The sentence in which one of our processes said why it ends; ``None`` without one.
 
-
-def killed_rank(log: Path, start: int = 0) -> str | None:
-    """Which rank of a learner group was ended by which signal, as torchrun saw it; ``None`` if none was."""
-    found = [match for line in tail(log, 400, start) if (match := _RANK_FAILED.search(line))]
-    if not found or int(found[-1][1]) >= 0:
-        return None
-    return f"rank {found[-1][2]} was ended by {signal.Signals(-int(found[-1][1])).name}"
+    It is the last that it writes; what stands further above was a remark, after which it went on.
+    """
+    last = tail(log, _LAST_LINES, start)
+    said = [said for line in last if (said := own_sentence(line))]
+    return said[-1] if said and not any(is_traceback(line) for line in last) else None
 
 
 def cause(log: Path, start: int = 0) -> str | None:
     """The sentence in which one of our processes said why it ends, else the last exception line, else ``None``."""
+    pattern = r"(?:\[.*?\]:)?(\w[\w.]*(?:Error|Exception)\b.*)"
     recent = tail(log, 400, start)
-    for pattern in (r"(?:\[.*?\]:)?async-rl: (.+)", r"(?:\[.*?\]:)?(\w[\w.]*(?:Error|Exception)\b.*)"):
-        found = [match[1] for line in recent if (match := re.match(pattern, line)) and "ChildFailedError" not in line]
-        if found:
-            return found[-1]
-    return None
+    errors = [match[1] for line in recent if (match := re.match(pattern, line)) and "ChildFailedError" not in line]
+    return sentence(log, start) or (errors[-1] if errors else None)
 
 
 def wait_all(children: Iterable[Child], timeout_s: float, on_turn: Callable[[], bool] = lambda: True) -> list[Child]:
@@ -176,11 +170,15 @@ def become_subreaper() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end_descendants() -> int:
-    """SIGKILL every descendant of this process and reap those that came to it; returns how many there were."""
+def end_descendants(spare: Collection[int] = ()) -> int:
+    """SIGKILL every descendant of this process and reap those that came to it; returns how many there were.
+
+    Args:
+        spare: process ids that live on.
+    """
     seen: set[int] = set()
     deadline = time.monotonic() + 5.0
-    while (alive := descendants(os.getpid())) and time.monotonic() < deadline:
+    while (alive := set(descendants(os.getpid())).difference(spare)) and time.monotonic() < deadline:
         for pid in alive:
             seen.add(pid)
             try:

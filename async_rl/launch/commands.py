@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+MAX_GROUP_RESTARTS = 1_000_000
+"""torchrun counts restarts for good; the launcher decides when enough is enough (:mod:`async_rl.launch.policy`)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commands:
@@ -21,31 +24,31 @@ class Commands:
     ranks: int
     """Processes of the learner group."""
     resume: Path | None = None
-    """Checkpoint folder to continue from."""
+    """Checkpoint folder from which the server continues."""
     is_control: bool = False
     """Whether environments are controlled; else a language model is trained."""
 
-    def server(self) -> list[str]:
-        """The buffer server; it writes ``out/server.json`` once its socket is bound."""
-        return [
-            sys.executable,
-            "-m",
-            "async_rl.buffer.server",
-            str(self.config),
-            "--out",
-            str(self.out),
-            *self._resume(),
-        ]
+    def server(self, *, recover: bool = False) -> list[str]:
+        """The buffer server; it writes ``out/server.json`` once its socket is bound.
+
+        Args:
+            recover: another life of the same run: from its journal, at the same address.
+        """
+        command = [sys.executable, "-m", "async_rl.buffer.server", str(self.config), "--out", str(self.out)]
+        if recover:
+            return [*command, "--recover"]
+        return [*command, "--resume", str(self.resume)] if self.resume else command
 
     def learner(self, address: str) -> list[str]:
-        """The learner group under torchrun; one rank alone starts sooner without."""
+        """The learner group under torchrun; one rank alone starts sooner without. It finds its checkpoint itself."""
         launch = [sys.executable]
         if self.ranks > 1:
             launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
+            launch += ["--max-restarts", str(MAX_GROUP_RESTARTS)]
             # without a folder for logs one stays behind among the temporary ones
             launch += ["--log-dir", str(self.out / "logs" / "torchrun")]
         main = ["-m", f"learner.{self._domain}main", str(self.config), "--out", str(self.out), "--connect", address]
-        return [*launch, *main, *self._resume()]
+        return [*launch, *main]
 
     def actor(self, address: str, name: str) -> list[str]:
         """One rollout actor."""
@@ -66,9 +69,6 @@ class Commands:
     def _domain(self) -> str:
         """Package of the domain's own processes, as a part of a module's name."""
         return "control." if self.is_control else ""
-
-    def _resume(self) -> list[str]:
-        return ["--resume", str(self.resume)] if self.resume else []
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:

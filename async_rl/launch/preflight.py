@@ -16,7 +16,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from async_rl.config import Config
+from async_rl.config import BufferConfig, Config
+from async_rl.curve import ClientKeys, ServerKeys, check_open
 from async_rl.errors import AsyncRLError, ConfigError
 
 WARMUP_TIMEOUT_S = 1800.0
@@ -190,21 +191,21 @@ def check_engine(config: Config) -> None:
         )
 
 
-def check_address(address: str, insecure: bool) -> None:
-    """Check the server's address before anything binds it.
+def check_address(buffer: BufferConfig) -> None:
+    """Check the server's address and keys before anything binds it.
 
     Raises:
-        ConfigError: not ``tcp://HOST:PORT``, the port is taken, or other hosts could reach it unasked.
+        ConfigError: not ``tcp://HOST:PORT``, the port is taken, other hosts could reach it unasked, or a key of either
+            side cannot be read.
     """
+    address = buffer.bind
     match = re.fullmatch(r"tcp://(\[[^\]]+\]|[^:/]+):(\*|\d+)", address)
     if not match:
         raise ConfigError(f"buffer.bind = {address!r}: write it as tcp://HOST:PORT (* takes a free port)")
     host, port = match[1].strip("[]"), match[2]
-    if host not in ("127.0.0.1", "localhost", "::1") and not insecure:
-        raise ConfigError(
-            f"buffer.bind = {address!r}: other hosts could reach the server and it has no keys; "
-            "set buffer.insecure = true in a network that you trust"
-        )
+    check_open(address, buffer.keys, insecure=buffer.insecure)
+    ServerKeys.of(buffer.keys)
+    ClientKeys.of(buffer.keys)
     if port == "*":
         return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -219,12 +220,13 @@ def check_address(address: str, insecure: bool) -> None:
             ) from None
 
 
-def check_connect(address: str) -> None:
-    """Check the form of ``--connect``.
+def check_connect(address: str, keys: str) -> None:
+    """Check the form of ``--connect``, and our keys.
 
     Raises:
-        ConfigError: it is not ``tcp://HOST:PORT``.
+        ConfigError: it is not ``tcp://HOST:PORT``, or a key cannot be read.
     """
+    ClientKeys.of(keys)
     if not re.fullmatch(r"tcp://(\[[^\]]+\]|[^:/*]+):\d+", address):
         raise ConfigError(f"--connect {address!r}: write it as tcp://HOST:PORT, as the learner host printed it")
 

@@ -56,6 +56,8 @@ class Glance:
     books: Mapping[str, int]
     clients: int
     """Processes that are connected, the launcher left out."""
+    restarts: int
+    """Processes of this machine that were started again."""
 
     @classmethod
     def from_status(cls, status: Mapping[str, Any]) -> Glance:
@@ -81,6 +83,7 @@ class Glance:
             notices=tuple(str(text) for text in status.get("notices") or ()),
             books=status.get("books") or {},
             clients=sum(c.get("role") != "monitor" for c in status.get("clients") or ()),
+            restarts=int(status.get("restarts", 0)),
         )
 
 
@@ -189,6 +192,7 @@ def one_line(glance: Glance, total: int, left_s: float | None, env_steps_per_s: 
         _part("learner", glance.learner, ".0%"),
         _part("actors", glance.actors, ".0%"),
         _part("scorers", glance.scorers, ".0%"),
+        f"restarts {glance.restarts}" if glance.restarts else "",
         f"{format_seconds(left_s)} left" if left_s is not None and glance.step < total else "",
     ]
     return "  ".join(part for part in parts if part)
@@ -232,6 +236,8 @@ def panel(glance: Glance, total: int, left_s: float | None, env_steps_per_s: flo
     table.add_row("age", age or "–", "clients", str(glance.clients))
     if glance.scorers is not None:
         table.add_row("scorers", _value(glance.scorers, ".0%"))
+    if glance.restarts:
+        table.add_row("restarts", str(glance.restarts))
     books = "  ".join(f"{name} {count:,}" for name, count in glance.books.items())
     notices = [Text(text, style="yellow") for text in glance.notices]
     return Group(

@@ -15,116 +15,83 @@ from rich.console import Console
 
 from async_rl.config import AnyConfig, Config, ControlConfig, RunConfig, load_any, to_toml
 from async_rl.control.spaces import Spaces
+from async_rl.curve import ClientKeys
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.launch import control_checks, preflight, roles, token_checks
-from async_rl.launch.children import Child, end_all, end_descendants, wait_all
+from async_rl.launch import control_checks, preflight, token_checks
 from async_rl.launch.commands import Commands, assign_gpus, visible_gpus
 from async_rl.launch.interfaces import Monitor, Outcome
 from async_rl.launch.interrupts import Interrupts
-from async_rl.launch.launcher import MAX_RESTARTS, Launcher, describe, scorer_names
+from async_rl.launch.janitor import Janitor
+from async_rl.launch.launcher import Launcher, scorer_names
 from async_rl.launch.overview import num_parameters, print_overview
 from async_rl.launch.progress import make_console, make_display
 from async_rl.report.trace import write_trace
-from async_rl.runfolder import RunFolder, read_json, write_atomically
+from async_rl.runfolder import RunFolder, write_atomically
 from async_rl.summary import write_summary
 
 _TOKEN_CONTRACT = "model, task, sampling, rewards, reference"
 
 
 def run_session(
-    source: str | None, overrides: Sequence[str], out: Path | None, resume: Path | None, *, with_actors: bool
+    source: str | None,
+    overrides: Sequence[str],
+    out: Path | None,
+    resume: Path | None,
+    interrupts: Interrupts,
+    *,
+    with_actors: bool,
 ) -> int:
     """``async-rl run`` and ``async-rl learner``; the exit code.
 
+    Args:
+        source: preset or configuration file; not needed with ``resume``.
+        overrides: ``KEY=VALUE``.
+        out: run folder.
+        resume: run folder to continue.
+        interrupts: Ctrl-C and its like, counted from the very beginning.
+        with_actors: whether actors and scorers are started here, too.
+
     Raises:
         ConfigError: an argument, a setting, the model, the data or the address is wrong.
-        AsyncRLError: the model could not be built.
+        AsyncRLError: the model could not be built, or the run failed.
     """
+    began = time.monotonic()
     console = make_console()
     config, folder, checkpoint = _configure(source, overrides, out, resume)
     search = Path(source).resolve().parent if source and source.endswith(".toml") else Path.cwd()
-    env = preflight.child_environment(os.environ, search)
-    with Interrupts() as interrupts:
+    with Janitor() as janitor:
+        janitor.watch(folder)
+        env = janitor.environment(preflight.child_environment(os.environ, search))
         try:
             found = _check(config, env, folder, console, interrupts, with_actors=with_actors)
-        except AsyncRLError:
+        except (AsyncRLError, OSError):
             if not any(folder.iterdir()):
                 folder.rmdir()
             if interrupts.count:
-                return interrupts.exit_code
+                return _end_early(folder, interrupts, began, console)
             raise
+        if interrupts.count:
+            return _end_early(folder, interrupts, began, console)
         print_overview(console, config, found, folder)
         write_atomically(folder / "config.toml", to_toml(config))
         if isinstance(found, Spaces):
             found.write(folder)
-        outcome = _launch(config, folder, checkpoint, env, console, interrupts, with_actors=with_actors)
+        outcome = _launch(
+            config, folder, checkpoint, env, console, interrupts, spare=[janitor.pid], with_actors=with_actors
+        )
         return _finish(folder, outcome, console)
 
 
-def run_actor(source: str, overrides: Sequence[str], connect: str, name: str | None, role: str = "actor") -> int:
-    """``async-rl actor``: one actor or scorer, started again when it dies by accident; the exit code.
-
-    Args:
-        source: preset or configuration file.
-        overrides: ``KEY=VALUE``.
-        connect: address of the server.
-        name: unique in the run; ``None``: host and process id.
-        role: ``actor``, ``reward`` or ``reference``.
-
-    Raises:
-        ConfigError: an argument, a setting, the model or the data is wrong.
-    """
-    config = load_any(source, overrides)
-    name = name or f"{socket.gethostname()}-{role}-{os.getpid()}"
-    preflight.check_connect(connect)
-    roles.check_role(config, role)
-    folder = Path("runs") / f"actor-{name}"
-    search = Path(source).resolve().parent if source.endswith(".toml") else Path.cwd()
-    env = preflight.child_environment(os.environ, search)
-    console = make_console()
-    with Interrupts() as interrupts:
-        _check_host(config, role, env, folder, console, interrupts)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "config.toml", to_toml(config))
-        commands = Commands(config=folder / "config.toml", out=folder, ranks=1, is_control=config.is_control)
-        console.print(f"{name} serves {connect}; log: {folder / 'logs' / f'{name}.log'}")
-        command = commands.actor(connect, name) if role == "actor" else commands.scorer(connect, name, role)
-        return _keep_alive(name, command, folder / "logs" / f"{name}.log", env, interrupts)
-
-
-def _check_host(
-    config: AnyConfig, role: str, env: dict[str, str], out: Path, console: Console, interrupts: Interrupts
-) -> None:
-    """What one process of this role needs on this host."""
-
-    def interrupted() -> bool:
-        return interrupts.count > 0
-
-    if isinstance(config, ControlConfig):
-        control_checks.try_environment(config, env, out / "logs", interrupted)
-    else:
-        token_checks.check_host(config, role, env, out / "logs" / "warmup.log", console.print, interrupted)
-
-
-def _keep_alive(name: str, command: Sequence[str], log: Path, env: dict[str, str], interrupts: Interrupts) -> int:
-    """Run the command until it ends well, is interrupted, or has died too often."""
-    for attempt in range(MAX_RESTARTS + 1):
-        child = Child.start(name, command, log, env)
-        try:
-            while wait_all([child], 3600.0, lambda: not interrupts.count) and not interrupts.count:
-                continue
-        finally:
-            end_all([child], grace_s=4.0)
-            end_descendants()
-        if interrupts.count:
-            return interrupts.exit_code
-        if child.exit_code == 0:
-            return 0
-        if child.exit_code is not None and child.exit_code > 0 and child.cause():
-            break  # it said itself why it cannot go on; another life would end the same way
-        if attempt < MAX_RESTARTS:
-            print(f"{name} {child.describe_end()} and starts again; see {log}", flush=True)
-    raise AsyncRLError(describe(child))
+def _end_early(out: Path, interrupts: Interrupts, began: float, console: Console) -> int:
+    """Interrupted before a process of the run was started; the exit code."""
+    reason = "interrupted before the run began"
+    wall_s = time.monotonic() - began
+    code = interrupts.exit_code
+    if out.is_dir():
+        outcome = Outcome(status="stopped", reason=reason, exit_code=code, wall_s=wall_s, cpu_s={}, restarts={})
+        write_summary(out, outcome)
+    console.print(f"stopped: {reason}")
+    return code
 
 
 def _configure(
@@ -165,7 +132,7 @@ def _refuse_running(folder: Path) -> None:
     Raises:
         ConfigError: a server still serves it on this host.
     """
-    pid = read_json(folder / "server.json").get("pid")
+    pid = RunFolder(folder).server.get("pid")
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except OSError:
@@ -182,7 +149,7 @@ def _check(
     def interrupted() -> bool:
         return interrupts.count > 0
 
-    preflight.check_address(config.buffer.bind, config.buffer.insecure)
+    preflight.check_address(config.buffer)
     if isinstance(config, ControlConfig):
         return control_checks.check_run(config, env, out / "logs", interrupted, with_actors=with_actors)
     log = out / "logs" / "warmup.log"
@@ -197,10 +164,13 @@ def _launch(
     console: Console,
     interrupts: Interrupts,
     *,
+    spare: Sequence[int],
     with_actors: bool,
 ) -> Outcome:
     from async_rl.client import Client
     from async_rl.weights.segment import unlink_run
+
+    keys = ClientKeys.of(config.buffer.keys)
 
     def monitor(address: str) -> Monitor:
         if not with_actors:
@@ -209,7 +179,7 @@ def _launch(
                 where = _reachable(address, config)
                 who = "actors" if role == "actor" else f"{role} scorers"
                 console.print(f"{who} connect with: async-rl actor CONFIG.toml{flag} --connect {where}")
-        return Client(address, "monitor", f"launcher-{os.getpid()}", config.contract_hash())
+        return Client(address, "monitor", f"launcher-{os.getpid()}", config.contract_hash(), keys=keys)
 
     actors = config.actors.count if with_actors else 0
     scorers = _scorers(config) if with_actors and isinstance(config, Config) else {}
@@ -241,6 +211,8 @@ def _launch(
             interrupts=interrupts,
             monitor=monitor,
             cleanup=unlink_run,
+            heartbeat_s=config.buffer.heartbeat_s,
+            spare=spare,
         ).run()
 
 

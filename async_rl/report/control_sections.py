@@ -40,9 +40,9 @@ def _curve(title: str, trained: str, evaluated: str, metrics: Sequence[Row], eva
         lines.append(Series(label="training, mean of the last 100 episodes", xs=xs, ys=ys))
     steps_at = {0: 0.0} | {int(row["step"]) + 1: float(row[_STEPS]) for row in metrics if row.get(_STEPS) is not None}
     found = [
-        (steps_at[int(row["version"])], float(row["metrics"][evaluated]))
+        (steps_at[row["version"]], float(row["metrics"][evaluated]))
         for row in evals
-        if int(row["version"]) in steps_at and isinstance((row.get("metrics") or {}).get(evaluated), int | float)
+        if row["version"] in steps_at and (row.get("metrics") or {}).get(evaluated) is not None
     ]
     if found:
         xs, ys = [x for x, _ in found], [y for _, y in found]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from async_rl.form import number
 from async_rl.report.svg import Series, bar_chart, line_chart, running_mean, shares_chart
 from async_rl.report.trace import roles, spans_by_process
 from async_rl.report.usage import fractions, seconds_per_state, shares_over_time, without_pauses
@@ -118,9 +119,9 @@ def scoring(stages: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [
         [
             name,
-            f"{facts['annotated']:,}",
-            _number(facts["groups_per_s"], ".1f") or "–",
-            *(f"{facts[k]:,}" for k in _TRIES),
+            f"{facts.get('annotated', 0):,}",
+            _number(facts.get("groups_per_s"), ".1f") or "–",
+            *(f"{facts.get(k, 0):,}" for k in _TRIES),
         ]
         for name, facts in stages.items()
     ]
@@ -208,7 +209,8 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _float(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    found = number(value)
+    return None if found is None else float(found)
 
 
 def _number(value: Any, spec: str) -> str | None:

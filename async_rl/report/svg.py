@@ -50,7 +50,9 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     if not high > low:
         return [low]
     rough = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(rough))
+    power = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 0.0
+    if power == 0:  # so close together that floats hold nothing between them
+        return [low]
     step = next((m * power for m in (1, 2, 5) if m * power >= rough), 10 * power)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)

@@ -26,6 +26,8 @@ from async_rl.tasks.problem import Problem, is_plain
 
 LIMIT_S = 30.0
 """Most time for the import and for ``problems()``; a server must be up within twice that."""
+_KILLED_S = 10.0
+"""A killed process is gone by then."""
 MOST = 1_000_000
 """Most problems of a class."""
 
@@ -97,7 +99,7 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int | None:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.wait(_KILLED_S)
 
 
 def rows_of(made: Any) -> Iterator[str]:

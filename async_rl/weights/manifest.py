@@ -58,6 +58,13 @@ class Manifest:
     """Path of the shared-memory segment on the learner's host."""
     host: str
     """Identity of the learner's host, see :func:`async_rl.process.host_id`."""
+    epoch: int = 0
+    """How often the run had gone back to an earlier step when it was published."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Rises with every version that is published, although a version's number may come again."""
+        return self.epoch, self.version
 
     def to_wire(self) -> dict[str, Any]:
         """As plain types."""
@@ -84,6 +91,7 @@ class Manifest:
                 checksum=str(fields["checksum"]),
                 segment=str(fields["segment"]),
                 host=str(fields["host"]),
+                epoch=int(fields.get("epoch", 0)),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise WeightsError(f"malformed manifest: {error!r}") from None
@@ -92,8 +100,10 @@ class Manifest:
 
     def check(self) -> None:
         """Raise :class:`WeightsError` unless tensors lie inside the buffer and the chunks cover it."""
-        if len(self.tensors) > MAX_TENSORS or self.chunk_bytes < 1 or self.nbytes < 0 or self.version < 0:
+        if len(self.tensors) > MAX_TENSORS or self.chunk_bytes < 1 or self.nbytes < 0:
             raise WeightsError("manifest: impossible sizes")
+        if self.version < 0 or self.epoch < 0:
+            raise WeightsError(f"manifest: impossible version {self.version} of epoch {self.epoch}")
         if len(self.chunks) != -(-self.nbytes // self.chunk_bytes):
             raise WeightsError(f"manifest: {len(self.chunks)} chunks do not cover {self.nbytes} bytes")
         for t in self.tensors:

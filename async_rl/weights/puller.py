@@ -16,6 +16,7 @@ from typing import Literal
 import xxhash
 import zmq
 
+from async_rl.curve import ClientKeys, secure_client
 from async_rl.errors import WeightsError, WireError
 from async_rl.weights.manifest import Manifest
 from async_rl.wire import pack_header, unpack_header
@@ -44,12 +45,15 @@ class Puller:
         address: of a :class:`~async_rl.weights.server.WeightServer`.
         stop: descriptor that becomes readable when a pull must end at once.
         stall_s: longest time without a good chunk before the connection is made anew.
+        keys: of a server that lets in only those whom it knows.
     """
 
-    def __init__(self, address: str, stop: int, stall_s: float = 5.0) -> None:
-        self._address = address
+    def __init__(self, address: str, stop: int, stall_s: float = 5.0, keys: ClientKeys | None = None) -> None:
+        self.address = address
+        """Where the next pull connects to."""
         self._stop = stop
         self._stall_s = stall_s
+        self._keys = keys
         self._context = zmq.Context()
 
     def pull(self, manifest: Manifest, into: memoryview) -> None:
@@ -65,11 +69,11 @@ class Puller:
                     if self._run(pull, socket):
                         return
             except zmq.ZMQError as error:
-                raise TransferError("unreachable", f"weight server {self._address}: {error}") from None
+                raise TransferError("unreachable", f"weight server {self.address}: {error}") from None
             pull.restart()
         raise TransferError(
             "no_progress",
-            f"version {manifest.version}: weight server {self._address} sent no chunk for {self._stall_s:g} s, "
+            f"version {manifest.version}: weight server {self.address} sent no chunk for {self._stall_s:g} s, "
             f"{_MAX_STALLS + 1} times; {pull.num_done} of {len(manifest.chunks)} chunks arrived",
         )
 
@@ -80,9 +84,12 @@ class Puller:
     def _connect(self, manifest: Manifest) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
+        socket.set(zmq.SNDTIMEO, max(1, round(self._stall_s * 1e3)))  # a failed handshake leaves nobody to send to
         socket.set(zmq.MAXMSGSIZE, max(manifest.chunk_bytes, _HEADER_BYTES))
         socket.set(zmq.RCVHWM, 2 * _WINDOW_CHUNKS[1])
-        socket.connect(self._address)
+        if self._keys is not None:
+            secure_client(socket, self._keys)
+        socket.connect(self.address)
         return socket
 
     def _run(self, pull: _Pull, socket: zmq.Socket[bytes]) -> bool:
@@ -97,7 +104,7 @@ class Puller:
             ready = dict(poller.poll(max(1, round((deadline - time.monotonic()) * 1e3))))
             if self._stop in ready:
                 raise TransferError("closed", f"version {pull.manifest.version}: the receiver was closed")
-            if socket in ready and pull.receive(socket.recv_multipart(copy=False)):
+            if socket in ready and pull.receive(socket.recv_multipart(zmq.NOBLOCK, copy=False)):
                 deadline = time.monotonic() + self._stall_s
             elif time.monotonic() >= deadline:
                 return False
@@ -129,7 +136,7 @@ class _Pull:
         while self._todo and len(self._asked) < self._window:
             chunk = self._todo.popleft()
             self._asked.add(chunk)
-            made.append({"type": "get", "version": self.manifest.version, "chunk": chunk})
+            made.append({"type": "get", "epoch": self.manifest.epoch, "version": self.manifest.version, "chunk": chunk})
         return made
 
     def restart(self) -> None:

@@ -111,29 +111,41 @@ class SegmentReader:
             raise WeightsError(
                 f"manifest of version {manifest.version} names {path}, which is no segment of {manifest.run_id}"
             )
+        mapped = self._mapped.get(path)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            if mapped is None or mapped.identity != _identity(os.stat(path, follow_symlinks=False), manifest):
+                mapped = self._mapped[path] = _map(path, manifest)
         except OSError as error:
             self._mapped.pop(path, None)
             raise WeightsError(
                 f"cannot open segment {path} ({error.strerror}): its learner ended or is another host"
             ) from None
-        try:
-            facts = os.fstat(descriptor)
-            identity = (facts.st_dev, facts.st_ino, facts.st_size)
-            if not stat.S_ISREG(facts.st_mode) or facts.st_size != manifest.nbytes or facts.st_size < 1:
-                raise WeightsError(f"segment {path} has {facts.st_size} bytes, the manifest says {manifest.nbytes}")
-            mapped = self._mapped.get(path)
-            if mapped is None or mapped.identity != identity:
-                view = memoryview(mmap.mmap(descriptor, facts.st_size, mmap.MAP_SHARED, mmap.PROT_READ))
-                mapped = self._mapped[path] = _Mapped(identity, view)
-        finally:
-            os.close(descriptor)
         return mapped.data
 
     def close(self) -> None:
         """Drop the mappings; memory goes back when the last view of it does."""
         self._mapped.clear()
+
+
+def _map(path: Path, manifest: Manifest) -> _Mapped:
+    """Map the file. One that is mapped takes no descriptor: a server whose last one is gone still serves it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        identity = _identity(os.fstat(descriptor), manifest)
+        return _Mapped(identity, memoryview(mmap.mmap(descriptor, identity[2], mmap.MAP_SHARED, mmap.PROT_READ)))
+    finally:
+        os.close(descriptor)
+
+
+def _identity(facts: os.stat_result, manifest: Manifest) -> tuple[int, int, int]:
+    """Device, inode and size.
+
+    Raises:
+        WeightsError: it is not the file that the manifest means.
+    """
+    if not stat.S_ISREG(facts.st_mode) or facts.st_size != manifest.nbytes or facts.st_size < 1:
+        raise WeightsError(f"segment {manifest.segment} has {facts.st_size} bytes, the manifest says {manifest.nbytes}")
+    return facts.st_dev, facts.st_ino, facts.st_size
 
 
 def _open_for_writing(path: Path, nbytes: int) -> int:

@@ -17,12 +17,14 @@ from typing import Any
 
 import zmq
 
+from async_rl.curve import Gate, ServerKeys, secure_server
 from async_rl.errors import DeadlineError, WeightsError, WireError
 from async_rl.weights.manifest import Manifest
 from async_rl.weights.segment import SegmentReader
 from async_rl.wire import pack_header, unpack_header
 
 _START_S = 10.0
+_IDLE_MS = 60_000
 _REQUEST_BYTES = 4096
 _UNREAD_MESSAGES = 128
 
@@ -32,10 +34,12 @@ class WeightServer:
 
     Args:
         bind: e.g. ``tcp://127.0.0.1:*``.
+        keys: only clients that these know are let in; ``None``: everyone.
     """
 
-    def __init__(self, bind: str) -> None:
+    def __init__(self, bind: str, keys: ServerKeys | None = None) -> None:
         self._bind = bind
+        self._keys = keys
         self._address = ""
         self._error: Exception | None = None
         self._bound = threading.Event()
@@ -88,12 +92,15 @@ class WeightServer:
 
     def _run(self) -> None:
         context = zmq.Context()
+        gate = Gate(context, self._keys) if self._keys is not None else None
         try:
             with context.socket(zmq.ROUTER) as socket:
                 socket.set(zmq.LINGER, 0)
                 socket.set(zmq.ROUTER_MANDATORY, 1)
                 socket.set(zmq.MAXMSGSIZE, _REQUEST_BYTES)
                 socket.set(zmq.SNDHWM, _UNREAD_MESSAGES)
+                if self._keys is not None:
+                    secure_server(socket, self._keys)
                 try:
                     socket.bind(self._bind)
                 except zmq.ZMQError as error:
@@ -105,6 +112,8 @@ class WeightServer:
                     self._bound.set()
                 self._serve_until_stopped(socket)
         finally:
+            if gate is not None:
+                gate.close()
             context.destroy(linger=0)
 
     def _serve_until_stopped(self, socket: zmq.Socket[bytes]) -> None:
@@ -112,10 +121,12 @@ class WeightServer:
         poller.register(socket, zmq.POLLIN)
         poller.register(self._stop, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll())  # close() ends it
+            ready = dict(poller.poll(_IDLE_MS))
             if self._stop in ready:
                 return
-            peer, *parts = socket.recv_multipart()
+            if socket not in ready:
+                continue
+            peer, *parts = socket.recv_multipart(zmq.NOBLOCK)
             try:
                 socket.send_multipart([peer, *self._answer(parts)], flags=zmq.NOBLOCK, copy=False)
             except WireError:
@@ -127,11 +138,11 @@ class WeightServer:
         if len(parts) != 1:
             raise WireError("frame_count", f"{len(parts)}")
         header = unpack_header(parts[0])
-        version, chunk = header.get("version"), header.get("chunk")
-        if header["type"] != "get" or type(version) is not int or type(chunk) is not int:
-            raise WireError("bad_header", "a request is get {version, chunk}")
+        epoch, version, chunk = header.get("epoch", 0), header.get("version"), header.get("chunk")
+        if header["type"] != "get" or type(epoch) is not int or type(version) is not int or type(chunk) is not int:
+            raise WireError("bad_header", "a request is get {epoch, version, chunk}")
         with self._lock:
-            held = [entry for entry in self._held.values() if entry[0].version == version]
+            held = [entry for entry in self._held.values() if entry[0].order == (epoch, version)]
             newest = max((manifest.version for manifest, _ in self._held.values()), default=-1)
         if not held:
             self.counts["gone"] += 1

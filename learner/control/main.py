@@ -1,6 +1,6 @@
 """One rank that trains a policy for an environment, started by torchrun.
 
-torchrun --nproc-per-node N -m learner.control.main CONFIG.toml --out DIR --connect ADDRESS [--resume CHECKPOINT]
+torchrun --nproc-per-node N -m learner.control.main CONFIG.toml --out DIR --connect ADDRESS
 
 What a rank does from its start to its end is in :mod:`learner.rank`.
 """

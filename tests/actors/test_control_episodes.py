@@ -95,8 +95,8 @@ def ticket(task=7, ordinal=1):
     return Ticket(ordinal=ordinal, attempt=2, task_index=task, group_size=3, version=0, lease_s=9.0)
 
 
-def gather(collector, each=lambda step: None, task=7):
-    collector.begin(ticket(task))
+def gather(collector, each=lambda step: None, task=7, ordinal=1):
+    collector.begin(ticket(task, ordinal))
     for step in range(1000):
         each(step)
         collector.step()
@@ -109,7 +109,7 @@ def gather(collector, each=lambda step: None, task=7):
 def make(mode="next", greedy=False, **episodes):
     config = settings(**episodes)
     environment = Scripted(mode)
-    return environment, EpisodeCollector(config, environment, policy_of(config, SPACES, greedy=greedy), seed=3)
+    return environment, EpisodeCollector(config, environment, policy_of(config, SPACES, greedy=greedy))
 
 
 def test_episodes_lie_one_behind_the_other_without_the_steps_after_their_ends():
@@ -184,11 +184,25 @@ def test_the_start_follows_from_the_runs_seed_and_the_task_alone():
     seeds = []
     for config, task in [(settings(), 7), (settings(), 7), (settings(), 8), (control_with_seed(5), 7)]:
         environment = Scripted()
-        gather(EpisodeCollector(config, environment, policy_of(config, SPACES), seed=len(seeds)), task=task)
+        gather(EpisodeCollector(config, environment, policy_of(config, SPACES)), task=task)
         seeds += environment.seeds
     assert seeds[0] == seeds[1] == start_seed(0, 7)
     assert len(set(seeds)) == 3
     assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_a_ticket_that_was_lost_is_played_again_as_it_was_by_any_actor_and_a_new_draw_is_another():
+    def actions(collector, **changes):
+        collector.begin(replace(ticket(), **changes))
+        while (group := (collector.step(), collector.finished())[1]) is None:
+            continue
+        return group.arrays["actions"].tolist()
+
+    (_, one), (_, other) = make(), make()
+    first = actions(one, attempt=0)
+    assert actions(one, ordinal=2) != first
+    assert actions(other, attempt=3) == actions(one) == first
+    assert actions(one, draw=1) != first
 
 
 def control_with_seed(seed):
@@ -217,7 +231,7 @@ def test_a_reward_that_is_no_number_is_the_environments_fault():
 def test_as_many_environments_as_episodes_are_needed():
     config = settings(group_size=4)
     with pytest.raises(ConfigError, match=r"group_size = 4 episodes, and there are 3 environments"):
-        EpisodeCollector(config, Scripted(), policy_of(config, SPACES), 0)
+        EpisodeCollector(config, Scripted(), policy_of(config, SPACES))
 
 
 # -- judges
@@ -294,7 +308,7 @@ def test_episodes_of_cartpole_start_alike_and_end_apart():
         episodes={"group_size": 3, "max_steps": 200},
     )
     environment = make_environment(config, 3, 0, "actor0")
-    collector = EpisodeCollector(config, environment, policy_of(config, environment.spaces), 1)
+    collector = EpisodeCollector(config, environment, policy_of(config, environment.spaces))
     group = gather(collector)
     starts = np.cumsum(group.lengths) - group.lengths
     first = group.arrays["obs/policy"][starts]
@@ -302,7 +316,7 @@ def test_episodes_of_cartpole_start_alike_and_end_apart():
     assert len(set(group.lengths)) > 1
     assert group.rewards.tolist() == [float(length) for length in group.lengths]  # a reward of 1 in every step
     assert check_control_group(group, environment.spaces, 200, episodes=True) == ""
-    again = gather(collector)
+    again = gather(collector, ordinal=2)
     assert (again.arrays["obs/policy"][0] == first[0]).all()
     assert again.lengths != group.lengths
     environment.close()
@@ -323,7 +337,7 @@ def test_a_transformer_plays_the_table_with_published_weights():
     policy = Policy(config, environment.spaces, torch.device("cpu"))
     source = build_actor(config, environment.spaces)
     policy.load_weights(*published(source, version=9))
-    group = gather(EpisodeCollector(config, environment, policy, 1))
+    group = gather(EpisodeCollector(config, environment, policy))
     assert check_control_group(group, environment.spaces, 4, episodes=True) == ""
     assert (group.arrays["versions"] == 9).all()
     obs = {name: torch.from_numpy(group.arrays[f"obs/{name}"]) for name in ("image", "instruction")}

@@ -118,8 +118,8 @@ def make(engine, pool, **options):
     )
 
 
-def job(size=2, attempt=0):
-    return Job(id=7, problem=Problem("s", {"answer": "1"}), size=size, seed=(3, 7, attempt), attempt=attempt)
+def job(size=2, draw=0):
+    return Job(id=7, problem=Problem("s", {"answer": "1"}), size=size, seed=(3, 7, draw), draw=draw)
 
 
 def drive(episodes, engine, rounds=10):
@@ -179,7 +179,7 @@ def test_an_episode_becomes_one_sequence_and_only_what_was_sampled_is_trained():
 def test_the_first_turn_is_one_request_and_later_ones_have_streams_of_their_own():
     again = [[20, STOP]]
     engine = Engine({(9, 8): again, (9, 8, 20, STOP, 5): again, (9, 8, 20, STOP, 5, 20, STOP, 5): again})
-    episodes, work = make(engine, Pool({"20": Turn("5", 0.0, False)})), job(attempt=1)
+    episodes, work = make(engine, Pool({"20": Turn("5", 0.0, False)})), job(draw=1)
     episodes.begin(work)
     drive(episodes, engine)
     assert [(r.id == 7, r.num_samples, r.max_new_tokens) for r in engine.requests] == [
@@ -219,7 +219,7 @@ def test_an_episode_ends_at_the_most_turns_at_a_cut_answer_and_where_the_context
 
 
 @pytest.mark.parametrize(
-    ("outcome", "attempt", "final"),
+    ("outcome", "draw", "final"),
     [
         ("error", 0, True),
         ("bad_result", 0, True),
@@ -229,10 +229,10 @@ def test_an_episode_ends_at_the_most_turns_at_a_cut_answer_and_where_the_context
         ("died", MAX_ATTEMPTS - 1, True),
     ],
 )
-def test_a_fault_of_one_environment_ends_its_group(outcome, attempt, final):
+def test_a_fault_of_one_environment_ends_its_group(outcome, draw, final):
     engine = Engine({(9, 8): [[20, STOP], [21, STOP], [21, STOP]], (9, 8, 21, STOP, 5): [[22, STOP]]})
     pool = Pool({"20": outcome, "21": Turn("5", 0.0, False)})
-    episodes, work = make(engine, pool), job(size=3, attempt=attempt)
+    episodes, work = make(engine, pool), job(size=3, draw=draw)
     episodes.begin(work)
     episodes.poll()
     episodes.take(engine.step())  # in the order 2, 1, 0: the other two have asked for their second turn by then

@@ -30,13 +30,14 @@ class World:
         self.server.start()
         self.receivers: list[Receiver] = []
 
-    def publish(self, version: int, evaluated: bool = False) -> Manifest:
-        manifest = self.publisher.publish(torch.full((NUMEL,), float(version)), version, evaluated)
+    def publish(self, version: int, evaluated: bool = False, epoch: int = 0) -> Manifest:
+        flat = torch.full((NUMEL,), version + 100.0 * epoch)
+        manifest = replace(self.publisher.publish(flat, version, evaluated), epoch=epoch)
         self.server.serve(manifest)
         return manifest
 
     def receiver(self, path: str, address: str | None = None) -> Receiver:
-        made = Receiver(path, address or self.server.address, self.run_id, stall_s=0.2)
+        made = Receiver(path, lambda: address or self.server.address, self.run_id, stall_s=0.2)
         self.receivers.append(made)
         return made
 
@@ -227,6 +228,47 @@ def test_a_version_that_the_server_does_not_hold_yet_is_tried_again(world: World
     failed(receiver, "superseded")
     world.server.serve(manifest)
     assert value(receiver.wait(10)) == 0
+
+
+@pytest.mark.parametrize("path", ["shm", "zmq"])
+def test_a_later_epoch_is_newer_whatever_its_version_and_the_same_number_is_fetched_again(world: World, path: str):
+    receiver = world.receiver(path)
+    for version in (4, 5, 7):
+        receiver.fetch(world.publish(version))
+        assert value(receiver.wait(10)) == version
+    receiver.fetch(world.publish(4, epoch=1))
+    assert value(receiver.wait(10)) == 104
+    receiver.fetch(world.publish(5, epoch=1))
+    assert value(receiver.wait(10)) == 105
+    receiver.fetch(world.publish(8))  # of the epoch before: void
+    assert receiver.wait(0.1) is None
+
+
+def test_a_void_version_that_was_prepared_is_not_handed_out(world: World):
+    receiver = world.receiver("zmq")
+    receiver.fetch(world.publish(7))
+    assert select.select([receiver.fileno()], [], [], 10)[0]
+    receiver.fetch(world.publish(4, epoch=1))
+    assert value(receiver.wait(10)) == 104
+    assert receiver.wait(0.1) is None
+
+
+def test_chunks_of_two_epochs_are_told_apart_although_their_versions_are_equal(world: World):
+    world.publish(5, evaluated=True)
+    receiver = world.receiver("zmq")
+    receiver.fetch(world.publish(5, epoch=1))
+    assert value(receiver.wait(10)) == 105
+    assert not receiver.failures
+
+
+def test_a_server_that_moved_is_found_at_its_new_address(world: World):
+    addresses = [NOWHERE]
+    receiver = Receiver("zmq", lambda: addresses[-1], world.run_id, stall_s=0.1)
+    world.receivers.append(receiver)
+    receiver.fetch(world.publish(1))
+    failed(receiver, "no_progress")
+    addresses.append(world.server.address)
+    assert value(receiver.wait(10)) == 1
 
 
 def test_a_missing_segment_is_a_failure_with_shm_and_falls_back_with_auto(world: World):

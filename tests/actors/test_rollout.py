@@ -450,3 +450,18 @@ def test_environments_that_fail_are_reported_and_many_times_in_a_row_end_the_run
     _, server, _, _ = roll([[], *turns, []], player=player)
     (fatal,) = server.of("fatal")
     assert fatal["reason"] == "the environment failed 16 times in a row (lost); the last: a neighbour"
+
+
+def test_what_is_sampled_depends_on_the_draw_and_not_on_how_often_the_ticket_was_lost():
+    seeds = []
+
+    class Seen(Engine):
+        def submit(self, requests):
+            seeds.extend(r.seed for r in requests)
+            super().submit(requests)
+
+    wire = [Ticket(6, attempt, 0, SIZE, 0, 60.0, draw).to_wire() for attempt, draw in ((0, 0), (3, 0), (4, 1))]
+    roll([[], *([({"type": "tickets", "tickets": [one]}, [])] for one in wire), [], []], engine=Seen())
+    assert seeds[0] == seeds[1]
+    assert seeds[2] != seeds[0]
+    assert [seed[1:] for seed in seeds] == [(6, 0), (6, 0), (6, 1)]

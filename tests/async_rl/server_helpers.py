@@ -43,7 +43,7 @@ def config(**sections: dict[str, Any]) -> Config:
     raw: dict[str, Any] = {
         "steps": 3,
         "sampling": {"group_size": 2, "max_new_tokens": 4},
-        "buffer": {"groups_per_step": 2, "max_staleness": 1, "heartbeat_s": 0.3, "lease_s": 30.0},
+        "buffer": {"groups_per_step": 2, "max_staleness": 1, "heartbeat_s": 0.9, "lease_s": 30.0},
     }
     for name, section in sections.items():
         raw[name] = {**raw[name], **section} if isinstance(raw.get(name), dict) else section
@@ -52,10 +52,15 @@ def config(**sections: dict[str, Any]) -> Config:
 
 @contextmanager
 def running(
-    settings: RunConfig, out: Path, resume: Path | None = None, limits: Limits | None = None
+    settings: RunConfig,
+    out: Path,
+    resume: Path | None = None,
+    limits: Limits | None = None,
+    *,
+    recover: bool = False,
 ) -> Iterator[Server]:
     """The server's thread; ends with the run, or by force when the test is over."""
-    server = Server(settings, out, limits or Limits(num_tasks=NUM_TASKS), NoWeights(), resume)
+    server = Server(settings, out, limits or Limits(num_tasks=NUM_TASKS), NoWeights(), resume, recover=recover)
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(server.run()), daemon=True)
     thread.start()
@@ -64,7 +69,7 @@ def running(
         yield server
     finally:
         if thread.is_alive():
-            server.service.phase = "ended"
+            server.service.ending.phase = "ended"
             server.wake()
         thread.join(WAIT_S)
         assert not thread.is_alive()
@@ -78,7 +83,7 @@ def exit_code(server: Any) -> int:
     return int(server.codes[0])
 
 
-def manifest(version: int) -> Manifest:
+def manifest(version: int, epoch: int = 0) -> Manifest:
     data = memoryview(np.full(2, version, np.float32)).cast("B")
     chunks = chunk_checksums(data, 8)
     return Manifest(
@@ -91,6 +96,7 @@ def manifest(version: int) -> Manifest:
         checksum=combine(chunks),
         segment="/dev/shm/none",
         host="h",
+        epoch=epoch,
     )
 
 
@@ -139,8 +145,9 @@ class Peer(Client):
     def go_live(self, version: int) -> None:
         self.send("live", version=version, checksum=manifest(version).checksum, transfer_s=0.1, commit_s=0.2)
 
-    def train(self, step: int) -> Header:
-        header, _ = self.request("trained", "trained", step=step, manifest=manifest(step + 1).to_wire(), stats={})
+    def train(self, step: int, epoch: int = 0) -> Header:
+        wire = manifest(step + 1, epoch).to_wire()
+        header, _ = self.request("trained", "trained", step=step, manifest=wire, stats={})
         return header
 
 
@@ -161,11 +168,12 @@ class Cast:
         peer.connect(WAIT_S)
         return peer
 
-    def learner(self, rank: int = 0, world: int = 1, start: int | None = 0) -> Peer:
+    def learner(self, rank: int = 0, world: int = 1, start: int | None = 0, group: str = "g", epoch: int = 0) -> Peer:
         """A learner rank; rank 0 publishes the start version."""
-        peer = self.join("learner", f"learner{rank}", rank=rank, world=world)
+        peer = self.join("learner", f"learner{rank}", rank=rank, world=world, step=start or 0, group=group)
         if rank == 0 and start is not None:
-            peer.request("trained", "trained", step=-1, manifest=manifest(start).to_wire(), stats={})
+            wire = manifest(start, epoch).to_wire()
+            peer.request("trained", "trained", step=-1, manifest=wire, stats={})
         return peer
 
     def actor(self, name: str = "a", credit: int = 8, live: int | None = 0) -> Peer:
@@ -234,6 +242,8 @@ def hello(settings: RunConfig, **changes: Any) -> bytes:
         "host": "h",
         "rank": 0,
         "world": 1,
+        "step": 0,
+        "group": "g",
         **changes,
     }
     return pack_header({k: v for k, v in fields.items() if v is not None})

@@ -18,6 +18,7 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.launch import control_checks
 from async_rl.launch.commands import Commands
 from async_rl.launch.control_overview import describe_networks, rows
+from async_rl.launch.crew import Crew
 from async_rl.launch.interfaces import Outcome
 from async_rl.launch.launcher import Launcher
 from async_rl.launch.overview import print_overview
@@ -120,7 +121,7 @@ def test_a_control_run_has_no_scorers():
 
 def test_a_host_that_cannot_make_the_environment_starts_no_evaluator(tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(Launcher, "_start", lambda self, name, command: started.append(name))
+    monkeypatch.setattr(Crew, "add", lambda self, name, *_: started.append(name))
     for evaluates in (True, False):
         commands = Commands(config=tmp_path / "c.toml", out=tmp_path, ranks=1, is_control=True)
         parts = dict.fromkeys(("display", "interrupts", "monitor", "cleanup"))

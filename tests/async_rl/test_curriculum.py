@@ -9,8 +9,8 @@ from buffer_helpers import NUM_TASKS, annotation, answer, rules
 from async_rl.buffer.curriculum import Curriculum
 from async_rl.buffer.journal import freeze, load, save, thaw
 from async_rl.buffer.ledger import Ledger
+from async_rl.buffer.opening import make_ledger
 from async_rl.buffer.records import Limits
-from async_rl.buffer.server import make_ledger
 from async_rl.buffer.stream import task_index
 from async_rl.config import parse_config
 

@@ -9,7 +9,7 @@ import pytest
 
 from async_rl import doctor
 from async_rl.config import parse_config
-from async_rl.doctor import configuration, machine, open_files, run_doctor, shared_memory
+from async_rl.doctor import configuration, isolation, machine, open_files, run_doctor, shared_memory
 from async_rl.errors import ConfigError
 from async_rl.launch import preflight
 
@@ -24,7 +24,7 @@ def by_name(findings):
 
 def test_this_machine_is_described_and_every_finding_that_is_wrong_has_a_remedy():
     found = by_name(machine())
-    for name in ("python", "torch", "pyzmq", "processors", "GPUs", "memory", "/dev/shm", "open files"):
+    for name in ("python", "torch", "pyzmq", "processors", "GPUs", "memory", "/dev/shm", "open files", "isolation"):
         assert name in found
     assert found["python"].level == "ok"
     assert all(f.remedy for f in found.values() if f.level == "wrong")
@@ -45,6 +45,14 @@ def test_too_little_shared_memory_and_too_few_files_are_wrong():
     assert open_files(resource.RLIM_INFINITY).detail == "unlimited"
 
 
+def test_a_machine_that_cannot_cut_off_the_network_is_told_what_that_means():
+    assert isolation("").level == "ok"
+    kept = isolation("unshare: Operation not permitted")
+    assert kept.level == "note"
+    assert "keep the network: unshare: Operation not permitted" in kept.detail
+    assert "user namespaces" in kept.remedy
+
+
 def test_everything_that_is_wrong_with_a_configuration_is_found_at_once(tmp_path):
     config = parse_config(
         {
@@ -62,7 +70,7 @@ def test_everything_that_is_wrong_with_a_configuration_is_found_at_once(tmp_path
         "rewards": "ok",
         "model": "wrong",
     }
-    assert found["address"].remedy.startswith("set buffer.insecure")
+    assert found["address"].remedy.startswith("make some with async-rl keys DIR")
 
 
 def random_model(folder):

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from async_rl.buffer.journal import Frozen, freeze, thaw
 from async_rl.buffer.ledger import Ledger
+from async_rl.buffer.undo import batch_row
 from async_rl.data import Annotation, Group, age
 from async_rl.protocol import Ticket
 
@@ -57,7 +58,7 @@ class Schedule(RuleBasedStateMachine):
             watchdog_s=25.0,
             stages=stages,
         )
-        self.ledger = Ledger(self.rules, task_of)
+        self.ledger = self.fresh_ledger()
         self.now = 0.0
         self.live = dict.fromkeys(ACTORS, 0)
         self.held: dict[tuple[int, int], tuple[str, Ticket]] = {}
@@ -67,9 +68,22 @@ class Schedule(RuleBasedStateMachine):
         """Every group that a scorer still works on for a stage, its lease over or not."""
         self.annotated: list[tuple[str, Annotation]] = []
         self.batches: dict[int, tuple[Group, ...]] = {}
-        self.uses: Counter[int] = Counter()
-        """Times that an ordinal was trained, in the history that survived."""
-        self.checkpoint: tuple[Frozen, Counter[int]] = (freeze(self.ledger), Counter())
+        self.rows: list[dict[str, Any]] = []
+        """``batches.jsonl``: the steps of the history that survived."""
+        self.checkpoint = self.plain()
+
+    def fresh_ledger(self) -> Ledger:
+        return Ledger(self.rules, task_of)
+
+    @property
+    def uses(self) -> Counter[int]:
+        """Times that an ordinal was trained."""
+        return Counter(ordinal for row in self.rows for ordinal in row["ordinals"])
+
+    def plain(self) -> Frozen:
+        """The ledger as it comes back from a file."""
+        frozen = freeze(self.ledger)
+        return Frozen(json.loads(json.dumps(frozen.fields)), frozen.groups)
 
     # -------------------------------------------------------------- actors
 
@@ -137,10 +151,12 @@ class Schedule(RuleBasedStateMachine):
         for fate in fates:
             waiting = queue.waiting
             is_suspect = queue.leases[scorer] > 0 and any(work.deaths for work in queue._works.values())
-            group = self.ledger.scoring.lease(stage, scorer, self.now)
+            group = self.ledger.lease(stage, scorer, self.now)
             assert (group is not None) == (waiting > 0) or is_suspect
             if group is not None:
                 self.leased.append((scorer, stage, group))
+                new_try = (scorer, stage, group.ordinal)
+                self.annotated = [(s, a) for s, a in self.annotated if (s, a.stage, a.ordinal) != new_try]
                 if fate != "keep":
                     self.meet(len(self.leased) - 1, fate)
 
@@ -174,8 +190,6 @@ class Schedule(RuleBasedStateMachine):
     @rule(data=st.data())
     def annotate_again(self, data):
         scorer, item = data.draw(st.sampled_from(self.annotated[-10:]))
-        if any((s, t, g.ordinal) == (scorer, item.stage, item.ordinal) for s, t, g in self.leased):
-            return  # a new try of the same scorer
         before = self.ledger.books()
         assert not self.ledger.annotate(scorer, item, self.now).fresh
         assert self.ledger.books() == before
@@ -194,7 +208,7 @@ class Schedule(RuleBasedStateMachine):
 
     def score_all(self) -> None:
         for stage in self.rules.stages:
-            while (group := self.ledger.scoring.lease(stage, "z", self.now)) is not None:
+            while (group := self.ledger.lease(stage, "z", self.now)) is not None:
                 self.say("z", annotation(group, stage, 0.5))
 
     # -------------------------------------------------------------- time
@@ -228,9 +242,10 @@ class Schedule(RuleBasedStateMachine):
     @precondition(lambda self: self.ledger.version in self.batches)
     @rule()
     def train(self):
-        groups = self.batches.pop(self.ledger.version)
-        self.ledger.train(self.ledger.version)
-        self.uses.update(g.ordinal for g in groups)
+        step = self.ledger.version
+        self.batches.pop(step)
+        self.rows.append(batch_row(step, self.ledger.delivered[step]))
+        self.ledger.train(step)
 
     @rule(data=st.data(), count=st.integers(1, 4))
     def finish_youngest(self, data, count):
@@ -260,9 +275,10 @@ class Schedule(RuleBasedStateMachine):
 
     @rule()
     def save(self):
-        frozen = freeze(self.ledger)
-        plain = json.loads(json.dumps(frozen.fields))
-        self.checkpoint = (Frozen(plain, frozen.groups), self.uses.copy())
+        self.checkpoint = self.plain()
+
+    def resumed(self, frozen: Frozen) -> Ledger:
+        return thaw(frozen, self.rules, task_of)
 
     @rule(chance=RARELY, just_saved=st.booleans())
     def crash(self, chance, just_saved):
@@ -270,8 +286,8 @@ class Schedule(RuleBasedStateMachine):
             return
         if just_saved:
             self.save()
-        frozen, self.uses = self.checkpoint[0], self.checkpoint[1].copy()
-        self.ledger = thaw(frozen, self.rules, task_of)
+        self.ledger = self.resumed(self.checkpoint)
+        self.rows = [row for row in self.rows if row["step"] < self.ledger.version]
         self.live = dict.fromkeys(ACTORS, self.ledger.version)
         self.held, self.sent, self.batches = {}, [], {}
         self.leased, self.annotated = [], []
@@ -291,7 +307,7 @@ class Schedule(RuleBasedStateMachine):
 
     @invariant()
     def every_ordinal_is_in_one_place(self):
-        places = [e.ordinal for e in self.entries()] + [o for o, _, _ in self.ledger.retry]
+        places = [e.ordinal for e in self.entries()] + [o for o, *_ in self.ledger.retry]
         assert len(places) == len(set(places))
         assert all(o < self.ledger.next_ordinal for o in places)
 

@@ -328,7 +328,7 @@ def test_a_run_that_is_resumed_without_the_reward_stage_issues_again_what_has_no
     back = thaw(load(tmp_path), rules(), lambda o: o % NUM_TASKS)
     assert back.books()["ready"] == 1
     assert back.failed == {"resumed": 1}
-    assert back.retry == [(1, 1, 1)]
+    assert back.retry == [(1, 1, 1, 0)]
 
 
 def test_a_run_that_is_resumed_with_another_place_for_the_reference_has_batches_of_one_kind():
@@ -366,6 +366,6 @@ def test_the_rules_of_a_run_know_its_stages_and_the_longest_episode():
 def test_an_older_checkpoint_is_a_sentence(tmp_path):
     save(freeze(submitted()), tmp_path)
     text = (tmp_path / "ledger.json").read_text()
-    (tmp_path / "ledger.json").write_text(text.replace('"schema": 3', '"schema": 1'))
-    with pytest.raises(ConfigError, match="schema 1, this version reads 3"):
+    (tmp_path / "ledger.json").write_text(text.replace('"schema": 4', '"schema": 1'))
+    with pytest.raises(ConfigError, match="schema 1, this version reads 4"):
         thaw(load(tmp_path), rules(stages=BOTH), lambda o: o)

@@ -388,7 +388,7 @@ def test_a_whole_run_ends_with_the_last_evaluation_and_closed_books(cast, server
     run_steps(learner, actor, 0, 3)
     learner.send("done")
     assert actor.until("stop")[0]["error"] is False
-    assert server.service.phase == "evaluating"
+    assert server.service.ending.phase == "evaluating"
     evaluator.send("eval", version=3, metrics={"accuracy": 1.0}, samples=[])
     assert evaluator.until("stop")[0]["error"] is False
     assert monitor.until("stop")[0]["reason"] == "all steps are trained"
@@ -448,7 +448,7 @@ def test_stop_reaches_all_ranks_at_the_same_step_then_a_checkpoint_then_all_end(
         finish(actor, actor.tickets(4))
         zero.request("next", "shard", step=0)
         monitor.send("stop", reason="Ctrl-C")
-        eventually(lambda: server.service.phase == "stopping")
+        eventually(lambda: server.service.ending.phase == "stopping")
         one.request("next", "shard", step=0)  # rank 0 has it: rank 1 must get it, too
         zero.train(0)
         for rank in (one, zero):
@@ -477,14 +477,28 @@ def test_a_fatal_message_ends_the_run_with_its_sentence(cast, server, tmp_path):
     assert json.loads((tmp_path / "books.json").read_text())["reason"] == "the verifier is broken"
 
 
-def test_the_death_of_a_learner_rank_ends_the_run_naming_rank_and_step(cast, server):
-    cast.learner(0, 2)
-    cast.learner(1, 2)
-    monitor = cast.join("monitor", "launcher")
-    monitor.send("dead", name="learner1")
-    stop, _ = monitor.until("stop")
-    assert stop["error"] is True
-    assert stop["reason"] == "learner rank 1 (learner1) is gone (dead) at step 0"
+def test_a_learner_that_dies_does_not_end_the_run_unless_it_stays_away(tmp_path):
+    settings = config(learner={"step_deadline_s": 1.0})
+    with running(settings, tmp_path) as server, Cast(server, settings) as cast:
+        learner, actor = cast.learner(), cast.actor(credit=8)
+        monitor = cast.join("monitor", "launcher")
+        tickets = actor.tickets(4)
+        learner.close()
+        assert monitor.until("status", lambda h: not h["learner"])[0]["status"] == "running"
+        finish(actor, tickets)  # what the bound admits goes on
+        stop, _ = monitor.until("stop")
+        assert stop["error"] is True
+        assert stop["reason"].startswith("no learner was connected for 1 s (learner.step_deadline_s) at step 0")
+
+
+def test_another_life_of_the_learner_takes_the_place_of_the_one_before(cast, server):
+    old = cast.learner()
+    new = cast.learner(group="second")
+    with pytest.raises(HandshakeError, match="another life of the learner group has taken over"):
+        old.until("never")
+    actor = cast.actor()
+    finish(actor, actor.tickets(4))
+    assert new.request("next", "shard", step=0)[0]["step"] == 0
 
 
 def test_the_watchdog_ends_a_run_that_accepts_nothing_with_the_table(tmp_path):
@@ -561,9 +575,12 @@ def test_a_resumed_server_keeps_all_lines_but_those_that_it_writes_again(tmp_pat
     with running(settings, tmp_path) as server, Cast(server, settings) as cast:
         learner, actor, evaluator = cast.learner(), cast.actor(credit=100), cast.join("evaluator", "evaluator")
         for version in range(3):  # of the last one the resumed run makes other weights
+            if version:
+                run_steps(learner, actor, version - 1, version)
             evaluator.send("eval", version=version, metrics={"accuracy": 0.5}, samples=[{"completion": text}])
-        run_steps(learner, actor, 0, 1)
-        assert learner.request("snapshot", "snapshot", path=str(checkpoint))[0]["ok"]
+            if version == 1:
+                assert learner.request("snapshot", "snapshot", path=str(checkpoint))[0]["ok"]
+        eventually(lambda: len(server.service.account.evals) == 3)
         beats = len((tmp_path / "timeline.jsonl").read_text().split("\n")) - 1
     known = json.loads((checkpoint / "ledger.json").read_text())
     redone = [known["next_ordinal"], *(ordinal for ordinal, *_ in known["open"])]
@@ -576,7 +593,8 @@ def test_a_resumed_server_keeps_all_lines_but_those_that_it_writes_again(tmp_pat
     Server(settings, tmp_path, Limits(num_tasks=16), NoWeights(), checkpoint).close()
     folder = RunFolder(tmp_path)
     assert folder.samples == kept
-    assert [(row["version"], row["samples"]) for row in folder.evals] == [(v, [{"completion": text}]) for v in (0, 1)]
+    evals = [json.loads(line) for line in (tmp_path / "evals.jsonl").read_text().split("\n") if line]
+    assert [(row["version"], row["samples"]) for row in evals] == [(v, [{"completion": text}]) for v in (0, 1)]
     content = (tmp_path / "timeline.jsonl").read_text()
     assert content == "" or content.endswith("}\n")
     assert len(folder.timeline) >= beats

@@ -214,7 +214,7 @@ def test_scorers_are_stopped_with_the_actors_and_waited_for(cast, server):
     learner.close()
     actor.close()
     eventually(lambda: [s.name for s in server.service.roster] == ["s"])
-    assert server.service.phase == "closing"
+    assert server.service.ending.phase == "closing"
     scorer.close()
     assert exit_code(server) == 0
 

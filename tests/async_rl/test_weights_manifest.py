@@ -75,7 +75,7 @@ def test_an_inconsistent_manifest_is_refused(change: dict[str, Any]):
         Manifest.from_wire({**make().to_wire(), **change})
 
 
-@pytest.mark.parametrize("name", Manifest.__slots__)
+@pytest.mark.parametrize("name", [name for name in Manifest.__slots__ if name != "epoch"])
 def test_a_missing_field_is_refused(name: str):
     fields = make().to_wire()
     del fields[name]

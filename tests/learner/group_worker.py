@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from async_rl.config import parse_config
 from async_rl.errors import AsyncRLError
 from async_rl.process import leave
 from async_rl.timer import StateTimer
-from learner.group import LearnerGroup
+from learner.group import LearnerGroup, LostRanksError
 from learner.step import train_step
 from learner.updater import Updater
 
@@ -31,13 +33,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     scenario, out = sys.argv[1], Path(sys.argv[2])
-    group = LearnerGroup.start(int(sys.argv[3]), "cpu", timeout_s=60)
+    group = LearnerGroup.start(int(sys.argv[3]), "cpu", timeout_s=2 if scenario == "freeze" else 60)
     if scenario == "train":
         torch.save({name: train(group, algorithm) for name, algorithm in ALGORITHMS.items()}, f"{out}.{group.rank}")
     elif scenario == "differ":
         differ(group, build(group, {}), out)
     else:
-        lose(group, build(group, {}), out)
+        lose(group, build(group, {}), out, signal.SIGSTOP if scenario == "freeze" else signal.SIGKILL)
     group.close()
 
 
@@ -64,6 +66,8 @@ def train(group: LearnerGroup, algorithm: dict[str, Any]) -> dict[str, Any]:
     assert group.all_agree(True)
     assert group.all_agree(group.rank == 0) == (group.world == 1)
     assert group.broadcast_number(0.1 + group.rank) == 0.1
+    names = group.sum_over_ranks(torch.tensor([float(int(group.draw_name(), 16))], dtype=torch.float64))
+    assert float(names) % group.world == 0
     return {"data": updater.flat.data, "kl_coef": updater.kl_coef, "metrics": metrics}
 
 
@@ -77,14 +81,21 @@ def differ(group: LearnerGroup, updater: Updater, out: Path) -> None:
         out.with_suffix(f".{group.rank}").write_text(str(error))
 
 
-def lose(group: LearnerGroup, updater: Updater, out: Path) -> None:
-    """Rank 1 leaves without a word; rank 0 says what that looks like."""
-    if group.rank == 1:
-        os._exit(0)
-    try:
-        group.all_reduce_flat(updater.flat)
-    except AsyncRLError as error:
-        out.write_text(str(error))
+def lose(group: LearnerGroup, updater: Updater, out: Path, fault: signal.Signals) -> None:
+    """In the middle of step 1 something happens to rank 1; rank 0 says what that looks like and how long it took."""
+    pids = group.sum_over_ranks(torch.tensor([float(os.getpid() * group.rank)], dtype=torch.float64))
+    for group.step in range(2):
+        if group.rank == 1 and group.step == 1:
+            os.kill(os.getpid(), fault)
+            os._exit(0)  # woken up again
+        began = time.monotonic()
+        try:
+            group.all_reduce_flat(updater.flat)
+        except LostRanksError as error:
+            out.write_text(f"{time.monotonic() - began}\n{error.exit_code}\n{error}")
+    if fault == signal.SIGSTOP:
+        os.kill(int(pids), signal.SIGCONT)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The learner's loop with a domain that is neither: what it asks of it, logs, saves and continues with."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from learner.domain import Trained
 from learner.flat import FlatParameters
 from learner.group import LearnerGroup, Placement
 from learner.rank import Rank, run
+from learner.start import find_start
 
 STATS = {"utilization": {"actors": 0.5, "learner": None}, "lengths": {}, "evals": []}
 EPISODES = {"episode/return": None, "episode/length": None, "episode/count": 0.0, "env_steps/generated": 64.0}
@@ -71,10 +74,10 @@ class Server:
     """Deals ``16 + step`` and remembers what it is told."""
 
     def __init__(self, next_step=0):
-        self.welcome = {"next_step": next_step, "run_id": "test-control-rank"}
+        self.welcome = {"next_step": next_step, "run_id": "test-control-rank", "epoch": 0}
         self.published, self.sent = [], []
 
-    def request(self, kind, answer, deadline_s=None, **fields):
+    def request(self, kind, answer, deadline_s=None, give_up=lambda: False, **fields):
         return getattr(self, kind)(**fields), []
 
     def next(self, step):
@@ -90,7 +93,7 @@ class Server:
     def snapshot(self, path):
         for name in ("ledger.json", "groups.bin"):
             with open(f"{path}/{name}", "w") as file:
-                file.write("{}")
+                file.write("{}" if name == "ledger.json" else "")
         return {"ok": True, "detail": ""}
 
     def send(self, kind, **fields):
@@ -109,13 +112,14 @@ def play(tmp_path):
         made.append(Counting(config, rank))
         return made[-1]
 
-    def run_rank(resume=None, server=None, **changes):
+    def run_rank(server=None, **changes):
         sections = {"steps": 4, "checkpoint": {"every": 2, "keep": 9}, "log": {"wandb": False, "tensorboard": False}}
         config = parse_control({"domain": "control", **sections, **changes})
         group = LearnerGroup(Placement(0, 1, torch.device("cpu")), 60.0)
-        rank = Rank(group=group, timer=StateTimer(), out=tmp_path, resume=resume)
+        rank = Rank(group=group, timer=StateTimer(), out=tmp_path)
         server = server or Server()
-        run(config, rank, build, server, server.welcome, lambda: False)
+        start = find_start(config, tmp_path, group, lambda folder: build(config, replace(rank, resume=folder)))
+        run(config, rank, build, start, server, server.welcome, lambda: False)
         return made[-1], server
 
     yield run_rank
@@ -144,7 +148,8 @@ def test_a_domain_is_trained_published_logged_and_saved(tmp_path, play):
 
 def test_a_resumed_rank_ends_with_the_same_numbers(tmp_path, play):
     straight, _ = play()
-    resumed, server = play(resume=tmp_path / "checkpoints" / "step_2", server=Server(next_step=2))
+    shutil.rmtree(tmp_path / "checkpoints" / "step_4")
+    resumed, server = play(server=Server(next_step=2))
     assert resumed.calls == [2, 3]
     assert torch.equal(resumed.flat.data, straight.flat.data)
     assert resumed.rate == straight.rate == 0.5

@@ -48,7 +48,9 @@ class ScriptedServer:
         self.versions, self.sent = [], []
         self.snapshot_ok, self.failed = True, False
 
-    def request(self, kind, answer, deadline_s=None, **fields):
+    def request(self, kind, answer, deadline_s=None, give_up=lambda: False, **fields):
+        if give_up():
+            raise Stopped("this process was asked to end", False)
         return getattr(self, kind)(**fields)
 
     def next(self, step):
@@ -109,6 +111,7 @@ def start(tmp_path, server, model, run_id, resume=None, terminated=lambda: False
         out=tmp_path,
         client=server,
         run_id=run_id,
+        epoch=0,
         domain=domain,
         timer=timer,
         start=state.step,

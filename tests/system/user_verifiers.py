@@ -1,6 +1,7 @@
 """Verifiers as a user would write them, good and bad."""
 
 import os
+import subprocess
 import time
 
 
@@ -23,3 +24,13 @@ def nan(prompts, completions, **columns):
 
 def dies(prompts, completions, **columns):
     os._exit(3)
+
+
+_started = []
+
+
+def starts_a_process(prompts, completions, **columns):
+    """Leaves a process behind that nobody waits for, in a session of its own."""
+    if not _started:
+        _started.append(subprocess.Popen(["sleep", "3600"], start_new_session=True))
+    return digits(prompts, completions)

@@ -1,0 +1,127 @@
+"""Where a life of the learner group begins: at the newest checkpoint that can be loaded, or afresh.
+
+checkpoints/step_* ─► newest first ─► load on rank 0 ─► damaged: set aside with a warning, the one before
+                                          └─► its step, name of this life ─► broadcast ─► the others load the same
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_rl.buffer import journal
+from async_rl.config import RunConfig
+from async_rl.errors import ConfigError
+from async_rl.runfolder import CHECKPOINT_FILES, MODEL_FILES
+from learner.checkpoint import ContractError, TrainerState, fresh_state, read_state
+from learner.domain import Domain
+from learner.group import LearnerGroup
+
+FOLDER = "checkpoints"
+
+Build = Callable[[Path | None], Domain]
+"""Makes the domain of a checkpoint's folder, or a fresh one; :meth:`Domain.load` follows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What this rank continues from."""
+
+    state: TrainerState
+    checkpoint: Path | None
+    """``None``: nothing, the run begins."""
+    life: str
+    """Random name of this life of the group."""
+    loaded: Domain | None
+    """On rank 0 the domain with which the checkpoint was tried."""
+
+    def domain(self, build: Build) -> Domain:
+        """The domain as the checkpoint has it.
+
+        Raises:
+            ConfigError: it cannot be loaded here, although rank 0 could.
+        """
+        if self.loaded is not None:
+            return self.loaded
+        return load(self.checkpoint, build) if self.checkpoint is not None else build(None)
+
+
+def find_start(config: RunConfig, out: Path, group: LearnerGroup, build: Build) -> Start:
+    """Choose on rank 0 and tell the others; errors as :func:`newest`."""
+    checkpoint, loaded = newest(config, out, build) if group.rank == 0 else (None, None)
+    step = int(group.broadcast_number(_step(checkpoint) if checkpoint is not None else -1.0))
+    life = group.draw_name()
+    if step < 0:
+        return Start(state=fresh_state(config), checkpoint=None, life=life, loaded=None)
+    folder = out / FOLDER / f"step_{step}"
+    return Start(state=read_state(folder, config), checkpoint=folder, life=life, loaded=loaded)
+
+
+def newest(config: RunConfig, out: Path, build: Build) -> tuple[Path, Domain] | tuple[None, None]:
+    """The newest checkpoint that really loads, with its domain; damaged ones are set aside on the way.
+
+    Raises:
+        ConfigError: they belong to another configuration, or there are some and none can be loaded.
+    """
+    problem = ""
+    for folder in _folders(out):
+        try:
+            _check_files(folder)
+            read_state(folder, config)
+            journal.load(folder)
+            return folder, load(folder, build)
+        except ContractError:
+            raise
+        except ConfigError as error:
+            problem = problem or str(error)
+            _set_aside(folder, error)
+    if problem:
+        raise ConfigError(
+            f"no checkpoint in {out / FOLDER} can be loaded; the newest: {problem}; restore one, or remove the folder "
+            "to begin anew"
+        )
+    return None, None
+
+
+def load(folder: Path, build: Build) -> Domain:
+    """The domain of a checkpoint, all its tensors read.
+
+    Raises:
+        ConfigError: it is damaged, or of other models.
+    """
+    domain = build(folder)
+    domain.load(folder)
+    return domain
+
+
+def _folders(out: Path) -> Iterator[Path]:
+    """Finished checkpoints, whole or not, newest first; what was being written is hidden under another name."""
+    found = [p for p in (out / FOLDER).glob("step_*") if re.fullmatch(r"step_\d+", p.name) and p.is_dir()]
+    return iter(sorted(found, key=_step, reverse=True))
+
+
+def _step(folder: Path) -> float:
+    return float(folder.name.removeprefix("step_"))
+
+
+def _check_files(folder: Path) -> None:
+    missing = [name for name in CHECKPOINT_FILES if not (folder / name).is_file()]
+    if not any((folder / name).is_file() for name in MODEL_FILES):
+        missing.append(" or ".join(MODEL_FILES))
+    if missing:
+        raise ConfigError(f"{folder} is no complete checkpoint: {', '.join(missing)} missing")
+
+
+def _set_aside(folder: Path, error: ConfigError) -> None:
+    """Under a name that nobody takes for a checkpoint: it must neither be chosen again nor crowd out good ones."""
+    aside = folder.with_name(f"damaged_{folder.name}_{os.getpid()}")
+    try:
+        folder.rename(aside)
+        where = f"it is now {aside.name}"
+    except OSError as fault:
+        where = f"it could not be renamed ({fault.strerror})"
+    print(f"async-rl: warning: checkpoint skipped, {where}: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,401 @@
+"""Kill processes of a run at random and look whether anything is lost: the fault table, or a non-zero exit code.
+
+    plan: a step, a role, a signal per fault ─► async-rl run PRESET ─┬─ step reached: SIGKILL, or SIGSTOP … SIGCONT
+                                                                     └─ launcher killed: async-rl run --resume
+    at the end: books, batches.jsonl, ages, the last evaluation beside an undisturbed run's, orphans, segments
+
+    python scripts/chaos.py --preset arithmetic --kills 200 --seed 0 --out runs/chaos
+
+Steps are the clock, so the faults are spread over the whole run however fast the machine is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from async_rl.runfolder import RunFolder, read_json, read_jsonl
+
+ROLES = {
+    "server": ("async_rl.buffer.server",),
+    "torchrun": ("torch.distributed.run",),
+    "learner": ("learner.main", "learner.control.main"),
+    "actor": ("actors.main", "actors.control.main"),
+    "evaluator": ("actors.evaluation.main", "actors.control.evaluation"),
+    "scorer": ("actors.scorers.main",),
+    "verifier": ("actors.verifiers.worker",),
+    "environment": ("actors.environments.worker",),
+    "engine": ("VLLM::EngineCore",),
+}
+"""What a process is, by a word of its command line; the launcher is known by its process id."""
+PATIENCE_S = 240.0
+"""A fault from which the run has not recovered in this time is a loss."""
+TOLERANCE = {"accuracy": 0.03, "return": 25.0, "success": 0.05}
+"""How far the last evaluation may lie below the undisturbed run's."""
+_LOOK_S = 0.05
+
+
+class LostError(Exception):
+    """Something was lost, or did not come back."""
+
+
+@dataclass
+class Fault:
+    """One injected fault and what came of it."""
+
+    step: int
+    """It is injected once this step is trained."""
+    role: str
+    signal: str
+    """``KILL``, or ``STOP`` for longer than the heartbeat period."""
+    recovered_s: float | None = None
+
+
+@dataclass
+class Run:
+    """A run under fire."""
+
+    out: Path
+    settings: list[str]
+    preset: str
+    process: subprocess.Popen[bytes] | None = None
+    faults: list[Fault] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
+    """Processes or segments that outlived their launcher by more than 10 s."""
+
+    def start(self, *, resume: bool) -> None:
+        """Start the launcher, or start it again."""
+        what = ["--resume", str(self.out)] if resume else [self.preset, "--out", str(self.out)]
+        sets = [] if resume else [word for setting in self.settings for word in ("--set", setting)]
+        log = (self.out.parent / f"{self.out.name}.log").open("ab")
+        command = [sys.executable, "-m", "async_rl.cli", "run", *what, *sets]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        log.close()
+
+    @property
+    def step(self) -> int:
+        """Steps trained so far, by the server's books."""
+        return int(read_json(self.out / "books.json").get("step", 0))
+
+    @property
+    def ended(self) -> bool:
+        """Whether the launcher has ended."""
+        assert self.process is not None
+        return self.process.poll() is not None
+
+
+def main(
+    preset: Annotated[str, typer.Option()] = "arithmetic",
+    kills: Annotated[int, typer.Option(min=1, help="faults to inject")] = 200,
+    seed: Annotated[int, typer.Option(help="of the faults")] = 0,
+    out: Annotated[Path, typer.Option(help="folder, made if missing")] = Path("runs/chaos"),
+    steps: Annotated[int, typer.Option(help="learner steps of the run; 0: four per fault, at least the preset's")] = 0,
+    stops: Annotated[float, typer.Option(help="share of faults that freeze instead of kill")] = 0.15,
+    roles: Annotated[str, typer.Option(help="comma-separated; empty: every role that the run has")] = "",
+    settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of the run")] = None,
+    baseline: Annotated[bool, typer.Option(help="compare with an undisturbed run")] = True,
+) -> None:
+    """Inject faults, print the table, exit non-zero on any loss."""
+    console = Console()
+    out.mkdir(parents=True, exist_ok=True)
+    chosen = [f"steps={steps or max(4 * kills, preset_steps(preset))}", "checkpoint.every=5", "buffer.heartbeat_s=3"]
+    chosen += ["log.wandb=false", "log.tensorboard=false", *(settings or [])]
+    run = Run((out / f"{preset}-{seed}").resolve(), chosen, preset)
+    draw = random.Random(seed)
+    began = time.monotonic()
+    run.start(resume=False)
+    try:
+        bombard(run, draw, kills, stops, [r for r in roles.split(",") if r], console)
+        wait(lambda: run.ended, "the end of the run", 4 * PATIENCE_S)
+    except LostError as error:
+        console.print(f"[red]lost[/red]: {error}")
+    finally:
+        losses = end(run)
+    undisturbed = last_evaluation(undisturbed_run(run, out)) if baseline else {}
+    losses += verdict(run, undisturbed)
+    if len(run.faults) < kills or any(f.recovered_s is None for f in run.faults):
+        losses.append(f"{sum(f.recovered_s is not None for f in run.faults)} of {kills} faults were recovered from")
+    console.print(table(run))
+    summary = summarise(run, undisturbed, losses, time.monotonic() - began)
+    (out / f"chaos-{preset}-{seed}.json").write_text(json.dumps(summary, indent=1) + "\n")
+    for name in ("wall_s", "books", "filtered", "failed", "refused", "largest_age", "bound", "evaluation"):
+        console.print(f"{name}: {summary[name]}")
+    for loss in losses:
+        console.print(f"[red]lost[/red]: {loss}")
+    console.print("nothing lost" if not losses else f"{len(losses)} losses")
+    raise typer.Exit(1 if losses else 0)
+
+
+def preset_steps(preset: str) -> int:
+    """Steps that a preset makes by itself."""
+    from async_rl.config import load_any
+
+    return load_any(preset).steps
+
+
+# ---------------------------------------------------------------------- faults
+
+
+def bombard(run: Run, draw: random.Random, kills: int, stops: float, roles: list[str], console: Console) -> None:
+    """Inject the faults one after the other, each once its step is trained and the one before is recovered from.
+
+    Raises:
+        LostError: the run ended early, or did not recover.
+    """
+    wait(lambda: run.step > 0 or run.ended, "the first step", PATIENCE_S)
+    steps = int(read_json(run.out / "books.json").get("steps", 1))
+    when = sorted(draw.randrange(1, max(2, steps - 8)) for _ in range(kills))
+    for count, step in enumerate(when, 1):
+        wait(lambda step=step: run.step >= step or run.ended, f"step {step}", PATIENCE_S)  # type: ignore[misc]
+        if run.ended:
+            raise LostError(f"the run ended at step {run.step}, before fault {count} of {kills}")
+        living = by_role(run)
+        role = draw.choice(sorted(r for r in living if not roles or r in roles))
+        fault = Fault(step, role, "STOP" if role in ("actor", "scorer") and draw.random() < stops else "KILL")
+        run.faults.append(fault)
+        inject(run, fault, draw.choice(living[role]))
+        left = (len(when) - count) * statistics.mean(f.recovered_s or 0.0 for f in run.faults)
+        console.print(
+            f"{count}/{kills} step {run.step}: {fault.signal} {role}, back after {fault.recovered_s:.1f} s "
+            f"(about {left:.0f} s of recoveries left)"
+        )
+
+
+def inject(run: Run, fault: Fault, pid: int) -> None:
+    """Signal a process and wait until the run has recovered: its place is taken and a step was trained after it."""
+    began, wall = time.monotonic(), time.time()
+    before = set(by_role(run).get(fault.role, ()))
+    if fault.signal == "STOP":
+        send(pid, signal.SIGSTOP)
+        heartbeat_s = 3.0
+        wait(lambda: time.monotonic() - began > 2 * heartbeat_s, "the freeze", PATIENCE_S)
+        send(pid, signal.SIGCONT)
+    else:
+        send(pid, signal.SIGKILL)
+    if fault.role == "launcher":
+        run.leftovers += gone_within(run, 10.0)
+        run.start(resume=True)
+
+    def replaced() -> bool:
+        if run.ended:
+            raise LostError(
+                f"the run ended after {fault.signal} of {fault.role}; see {run.out.parent / run.out.name}.log"
+            )
+        now = set(by_role(run).get(fault.role, ()))
+        # the launcher replaces one process by one; a pool of verifiers grows again when it is needed
+        back = fault.signal == "STOP" or fault.role == "verifier" or (len(now) >= len(before) and pid not in now)
+        return back and (trained_since(run, wall) or nearly_done(run))
+
+    wait(replaced, f"recovery from {fault.signal} of {fault.role}", PATIENCE_S)
+    fault.recovered_s = time.monotonic() - began
+
+
+def trained_since(run: Run, wall: float) -> bool:
+    """Whether the server has closed a step since then."""
+    try:
+        return (run.out / "batches.jsonl").stat().st_mtime > wall and (run.out / "books.json").stat().st_mtime > wall
+    except OSError:
+        return False
+
+
+def nearly_done(run: Run) -> bool:
+    """Whether no step is left to train."""
+    books = read_json(run.out / "books.json")
+    return bool(books) and int(books["step"]) >= int(books["steps"])
+
+
+def by_role(run: Run) -> dict[str, list[int]]:
+    """Process ids of the run by role, the launcher's included."""
+    assert run.process is not None
+    found: dict[str, list[int]] = {"launcher": [run.process.pid]} if not run.ended else {}
+    for pid, command in commands(descendants(run.process.pid)):
+        role = next((r for r, words in ROLES.items() if any(word in command for word in words)), None)
+        if role == "learner" and "torch.distributed.run" in command:
+            role = "torchrun"
+        if role is not None:
+            found.setdefault(role, []).append(pid)
+    return found
+
+
+def descendants(root: int) -> set[int]:
+    """Process ids below ``root``."""
+    from async_rl.launch.children import descendants as below
+
+    return set(below(root))
+
+
+def commands(pids: set[int]) -> Iterator[tuple[int, str]]:
+    """Process id and command line of those that are still there and are no zombies."""
+    for pid in sorted(pids):
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if line:
+            yield pid, line
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Signal a process that may have ended meanwhile."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def wait(condition: Callable[[], bool], what: str, limit_s: float) -> None:
+    """Look again and again (the run's files and /proc have no event to wait for).
+
+    Raises:
+        LostError: it did not happen in time.
+    """
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise LostError(f"{what} did not come within {limit_s:.0f} s")
+        time.sleep(_LOOK_S)
+
+
+# ---------------------------------------------------------------------- the verdict
+
+
+def end(run: Run) -> list[str]:
+    """End what still runs; processes and segments that are left are losses."""
+    assert run.process is not None
+    if not run.ended:
+        run.process.send_signal(signal.SIGINT)
+        try:
+            run.process.wait(60)
+        except subprocess.TimeoutExpired:
+            run.process.kill()
+    return run.leftovers + gone_within(run, 10.0)
+
+
+def gone_within(run: Run, limit_s: float) -> list[str]:
+    """What is left of the run without its launcher after that time: processes that know its folder, segments."""
+    assert run.process is not None
+    run.process.wait(PATIENCE_S)
+    run_id = str(read_json(run.out / "server.json").get("run_id", "none"))
+
+    def left() -> list[str]:
+        processes = [f"process {pid}: {c[:120]}" for pid, c in commands(of_folder(run.out)) if "janitor" not in c]
+        return processes + [f"segment {path}" for path in Path("/dev/shm").glob(f"async_rl-{run_id}-*")]
+
+    try:
+        wait(lambda: not left(), "the end of all processes", limit_s)
+    except LostError:
+        return left()
+    return []
+
+
+def of_folder(out: Path) -> set[int]:
+    """Processes whose command line or environment names the run folder."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                told = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if str(out).encode() + b"/" in told or told.endswith(str(out).encode() + b"\0"):
+                found.add(int(entry.name))
+    return found
+
+
+def verdict(run: Run, undisturbed: dict[str, float]) -> list[str]:
+    """What was lost or done twice, by the files that the run left."""
+    summary, books = read_json(run.out / "summary.json"), read_json(run.out / "books.json")
+    if summary.get("status") != "completed":
+        return [f"the run ended as {summary.get('status')}: {summary.get('reason')}"]
+    losses = []
+    rows, counts = read_jsonl(run.out / "batches.jsonl"), books["books"]
+    steps = [row["step"] for row in rows]
+    if steps != list(range(books["steps"])):
+        losses.append(f"batches.jsonl has {len(steps)} steps of {books['steps']}, {len(set(steps))} different ones")
+    uses = Counter(ordinal for row in rows for ordinal in row["ordinals"])
+    repeated = [ordinal for ordinal, count in uses.items() if count > 1]
+    if repeated:
+        losses.append(f"{len(repeated)} tasks were trained more than once, such as ordinal {repeated[0]}")
+    if len(uses) != counts["trained"]:
+        losses.append(f"{len(uses)} tasks are in batches.jsonl, the books say {counts['trained']}")
+    if counts["issued"] != sum(counts.values()) - counts["issued"]:
+        losses.append(f"the books do not close: {counts}")
+    unfinished = books["ordinals"] - counts["trained"] - sum(books["filtered"].values())
+    if unfinished != books["unfinished"]:
+        losses.append(f"{unfinished} tasks are neither trained nor filtered, the books know of {books['unfinished']}")
+    if books["staleness"]["max"] > books["staleness"]["bound"]:
+        losses.append(f"age {books['staleness']['max']} passed the bound {books['staleness']['bound']}")
+    ours = last_evaluation(run.out)
+    for name, tolerance in TOLERANCE.items():
+        if name in undisturbed and ours.get(name, float("-inf")) < undisturbed[name] - tolerance:
+            losses.append(f"{name} ended at {ours.get(name)}, undisturbed at {undisturbed[name]}")
+    return losses
+
+
+def undisturbed_run(run: Run, out: Path) -> Path:
+    """The same run without faults, done once."""
+    calm = Run(out.resolve() / f"{run.out.name}-undisturbed", run.settings, run.preset)
+    if read_json(calm.out / "summary.json").get("status") != "completed":
+        calm.start(resume=False)
+        wait(lambda: calm.ended, "the end of the undisturbed run", 20 * PATIENCE_S)
+    return calm.out
+
+
+def last_evaluation(out: Path) -> dict[str, float]:
+    """Metrics of the newest evaluated version."""
+    evals = RunFolder(out).evals
+    return evals[-1]["metrics"] if evals else {}
+
+
+def table(run: Run) -> Table:
+    """The fault table."""
+    shown = Table(
+        "fault", "times", "recovered", "median s", "longest s", title=f"{run.preset}: {len(run.faults)} faults"
+    )
+    kinds = sorted({(f.role, f.signal) for f in run.faults})
+    for role, name in kinds:
+        times = [f.recovered_s for f in run.faults if (f.role, f.signal) == (role, name)]
+        back = [t for t in times if t is not None]
+        middle = f"{statistics.median(back):.1f}" if back else "-"
+        shown.add_row(f"SIG{name} {role}", str(len(times)), str(len(back)), middle, f"{max(back, default=0):.1f}")
+    return shown
+
+
+def summarise(run: Run, undisturbed: dict[str, float], losses: list[str], wall_s: float) -> dict[str, Any]:
+    """All figures, for the JSON file."""
+    books = read_json(run.out / "books.json")
+    staleness = books.get("staleness", {})
+    return {
+        "preset": run.preset,
+        "settings": run.settings,
+        "wall_s": round(wall_s, 1),
+        "faults": [asdict(f) for f in run.faults],
+        "books": books.get("books"),
+        "filtered": books.get("filtered"),
+        "failed": books.get("failed"),
+        "refused": books.get("refused"),
+        "largest_age": staleness.get("max"),
+        "bound": staleness.get("bound"),
+        "evaluation": last_evaluation(run.out),
+        "undisturbed": undisturbed,
+        "losses": losses,
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

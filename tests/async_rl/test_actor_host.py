@@ -1,0 +1,115 @@
+"""``async-rl actor``: an address that does not answer is named at once, and the process is kept alive."""
+
+import io
+import os
+import signal
+import socket
+import sys
+import time
+
+import pytest
+import zmq
+from rich.console import Console
+
+from async_rl.errors import AsyncRLError
+from async_rl.launch import actor_host, policy
+from async_rl.launch.actor_host import keep_alive, unreachable
+from async_rl.launch.children import descendants
+from async_rl.launch.interrupts import Interrupts
+
+
+@pytest.fixture
+def console():
+    return Console(file=io.StringIO(), width=200)
+
+
+def live(tmp_path, console, code, interrupts=None):
+    command = [sys.executable, "-c", code, str(tmp_path / "lives")]
+    with interrupts or Interrupts() as counted:
+        code = keep_alive("far", command, tmp_path / "far.log", os.environ, console, counted)
+    assert descendants(os.getpid()) == []
+    return code
+
+
+# Begins another life until there are as many as the first argument of the test says.
+LIVES = """
+import os, pathlib, sys
+lives = pathlib.Path(sys.argv[1])
+count = len(lives.read_text()) + 1 if lives.exists() else 1
+lives.write_text("x" * count)
+"""
+
+
+def test_a_server_is_known_by_its_greeting():
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.bind("tcp://127.0.0.1:*")
+        assert unreachable(server.getsockopt_string(zmq.LAST_ENDPOINT), 5.0) is None
+
+
+def test_what_does_not_answer_is_told_in_time():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        assert unreachable(address, 5.0) == "Connection refused"
+        other.listen()  # connects, and says nothing
+        began = time.monotonic()
+        assert unreachable(address, 0.3) == "no answer within 0.3 s"
+        assert time.monotonic() - began < 3
+    assert unreachable("tcp://no.such.host.invalid:1", 5.0)
+
+
+def test_another_service_is_no_server():
+    import threading
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def greet():
+            line, _ = other.accept()
+            with line:
+                line.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        greeter = threading.Thread(target=greet)
+        greeter.start()
+        why = unreachable(f"tcp://127.0.0.1:{other.getsockname()[1]}", 5.0)
+        greeter.join(5)
+    assert why == "what listens there is no buffer server"
+
+
+@pytest.mark.real
+def test_it_begins_again_after_each_accident_and_ends_when_the_run_does(tmp_path, console, monkeypatch):
+    monkeypatch.setattr(policy, "BACKOFF_S", 0.01)
+    assert live(tmp_path, console, LIVES + "os.kill(os.getpid(), 9) if count < 4 else None") == 0
+    assert len((tmp_path / "lives").read_text()) == 4
+    assert console.file.getvalue().count("far was ended by SIGKILL") == 3
+
+
+@pytest.mark.real
+def test_it_is_given_up_when_no_life_lasts_and_only_then(tmp_path, console, monkeypatch):
+    monkeypatch.setattr(policy, "BACKOFF_S", 0.01)
+    with pytest.raises(AsyncRLError, match="far was ended by SIGKILL"):
+        live(tmp_path, console, LIVES + "os.kill(os.getpid(), 9)")
+    assert len((tmp_path / "lives").read_text()) == 4
+    monkeypatch.setattr(actor_host, "WORKED_S", 0.0)  # now every life has worked
+    (tmp_path / "lives").unlink()
+    assert live(tmp_path, console, LIVES + "os.kill(os.getpid(), 9) if count < 7 else None") == 0
+
+
+@pytest.mark.real
+def test_one_that_says_why_it_cannot_go_on_is_not_started_again(tmp_path, console):
+    with pytest.raises(AsyncRLError, match=r"far ended with exit code 1: nothing answered at tcp://h:1"):
+        live(tmp_path, console, LIVES + "sys.exit('async-rl: nothing answered at tcp://h:1 within 60 s')")
+    assert (tmp_path / "lives").read_text() == "x"
+
+
+@pytest.mark.real
+def test_an_interrupt_ends_it_at_once_even_between_two_lives(tmp_path, console, monkeypatch):
+    monkeypatch.setattr(policy, "BACKOFF_S", 60.0)
+    code = LIVES + "import threading; threading.Timer(0.5, lambda: os.kill(os.getppid(), 1)).start()\n"
+    began = time.monotonic()
+    assert live(tmp_path, console, code + "threading.Event().wait(60)") == 128 + signal.SIGHUP
+    # the child is dead before its timer fires: a process that it leaves behind sends the signal
+    leaves = "import subprocess; subprocess.Popen(['sh', '-c', f'sleep 0.7; kill -INT {os.getppid()}'])\n"
+    monkeypatch.setattr(actor_host, "end_descendants", lambda spare: None)
+    (tmp_path / "lives").unlink()
+    assert live(tmp_path, console, LIVES + leaves + "os.kill(os.getpid(), 9)") == 130
+    assert time.monotonic() - began < 20
