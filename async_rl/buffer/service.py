@@ -367,6 +367,8 @@ class Service:
         version, samples = take(header, "version", int), take(header, "samples", list, [])
         self.account.evaluated(version, numbers(header.get("metrics")))
         row = {**self.account.evals[-1], "wall_s": round(now - self._began, 3), "samples": samples}
+        if version == self.versions.start:  # a resumed run evaluates once more what it starts from
+            self._files.keep("evals", lambda before: before.get("version") != version)
         self._files.append("evals", row)
         self._tell_monitors()
         if self.phase == "evaluating" and self._final_eval_is_in():
