@@ -89,7 +89,7 @@ class Ticket:
     lease_s: float
     """Seconds until the server takes it back."""
     draw: int = 0
-    """Earlier attempts that failed by their content, not by a fault of the machinery: what it is sampled with depends on
+    """Earlier attempts that failed by their content, not by a fault of the machinery: the samples depend on
     (ordinal, draw), so that a lost attempt is sampled again as it was."""
 
     def to_wire(self) -> list[Any]:

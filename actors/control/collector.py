@@ -114,9 +114,13 @@ class Collector:
 
     @torch.inference_mode()
     def finished(self) -> Group | None:
-        """The fragment, once its T steps are made."""
+        """The fragment, once its T steps are made; one in which no action counted is gathered anew."""
         ticket = self._ticket
         if ticket is None or self._record.num_steps < self._horizon:
+            return None
+        if not self._record.has_acted:  # a horizon of 1, and all episodes have just ended: the next step counts
+            self.drop()
+            self.begin(ticket)
             return None
         finished, self._running = self._record.tally(self._running)
         arrays = self._record.arrays(finished)

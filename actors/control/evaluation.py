@@ -5,10 +5,7 @@ The loop is :mod:`actors.evaluation.evaluator`, what is played :mod:`actors.cont
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import signal
-import sys
 
 from actors.control.environments.quiet_end import no_quiet_end
 from actors.control.environments.seeds import process_seed
@@ -16,14 +13,9 @@ from actors.control.exams import HeldOutStarts, PlayedEpisodes, split_episodes
 from actors.control.main import make_gatherer, make_player
 from actors.control.policy import Policy
 from actors.evaluation.evaluator import Evaluator, Exam
-from actors.main import CONNECT_TIMEOUT_S
-from actors.receiver import Receiver
-from async_rl.client import Client
+from actors.process import command_line, joined
 from async_rl.config import ControlConfig, load_control
-from async_rl.curve import ClientKeys
 from async_rl.process import run_guarded
-from async_rl.timer import StateTimer
-from async_rl.weights.manifest import Manifest
 
 
 def make_exam(config: ControlConfig, name: str, stack: contextlib.ExitStack) -> tuple[Policy, Exam]:
@@ -53,27 +45,13 @@ def make_exam(config: ControlConfig, name: str, stack: contextlib.ExitStack) -> 
 
 def main() -> None:
     """Parse the command line, build the parts, evaluate until stopped."""
-    parser = argparse.ArgumentParser(description="evaluation of a policy that controls environments")
-    parser.add_argument("config")
-    parser.add_argument("--connect", required=True, help="address of the buffer server, tcp://HOST:PORT")
-    parser.add_argument("--name", default="evaluator")
-    args = parser.parse_args()
+    args = command_line("evaluation of a policy that controls environments", "evaluator").parse_args()
     config = load_control(args.config)
-    timer = StateTimer()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    keys = ClientKeys.of(config.buffer.keys)
-    with Client(args.connect, "evaluator", args.name, config.contract_hash(), keys=keys) as client:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-        client.beat_info = lambda: {"timer": timer.drain()}
-        welcome = client.connect(CONNECT_TIMEOUT_S)
-        with no_quiet_end(config.env.id), contextlib.ExitStack() as stack:
-            policy, exam = make_exam(config, args.name, stack)
-            receiver = Receiver(config.weights.path, lambda: client.weights_address, welcome["run_id"], keys=keys)
-            stack.callback(receiver.close)
-            manifest = welcome.get("manifest")
-            Evaluator(config, client, policy, receiver, exam, timer).run(
-                Manifest.from_wire(manifest) if manifest else None, welcome["start_version"]
-            )
+    with joined("evaluator", config, args.connect, args.name) as process:
+        process.parts.enter_context(no_quiet_end(config.env.id))
+        policy, exam = make_exam(config, args.name, process.parts)
+        evaluator = Evaluator(config, process.client, policy, process.receiver(), exam, process.timer)
+        evaluator.run(process.manifest, process.welcome["start_version"])
 
 
 if __name__ == "__main__":

@@ -80,6 +80,11 @@ class Record:
         self.num_steps = row + 1
         self.see(row + 1, step.observations)
 
+    @property
+    def has_acted(self) -> bool:
+        """Whether an action counted in the steps made so far; else all of them only reset environments."""
+        return not bool(self._resets[: self.num_steps].all())
+
     def tally(self, before: Running) -> tuple[Finished, Running]:
         """Episodes that ended in the steps made so far, and those that go on."""
         made = slice(0, self.num_steps)

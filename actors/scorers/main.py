@@ -9,28 +9,23 @@ thread; only the client's socket and the children of the reward sources are else
 
 from __future__ import annotations
 
-import argparse
 import os
 import selectors
-import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from actors.credit import Credit
+from actors.process import Stop, command_line, joined
 from actors.scorers.stage import Failure, Stage
+from actors.streak import MAX_FAILURES, Streak, is_useful
 from async_rl.client import Client
 from async_rl.config import Config, load_config
-from async_rl.curve import ClientKeys
 from async_rl.data import Annotation, Group
 from async_rl.process import run_guarded
 from async_rl.protocol import STAGES
 from async_rl.timer import StateTimer
 from async_rl.wire import Header, decode_groups
-
-CONNECT_TIMEOUT_S = 60.0
-MAX_FAILURES = 16
-"""So many groups in a row that cannot be annotated mean that the stage is broken: the run ends and says so."""
 
 
 class Scorer:
@@ -46,9 +41,10 @@ class Scorer:
         self._heartbeat_s = heartbeat_s
         self._held: dict[tuple[int, int], float] = {}
         """Since when it holds each group, by ordinal and attempt."""
-        self._offered = 0
-        self._failures_in_a_row = 0
-        self._stop: Header | None = None
+        self._credit = Credit(client)
+        self._failures = Streak(client, f"{name}: {MAX_FAILURES} groups in a row could not be scored")
+        """Of the stage, by its own word or the server's."""
+        self._stop: Stop | None = None
         self.counts = {"groups": 0, "failures": 0}
 
     # -- what the heartbeat says; read from the client's thread
@@ -64,8 +60,8 @@ class Scorer:
 
     # -- the loop
 
-    def run(self) -> Header:
-        """Score until the server stops us; its ``stop``.
+    def run(self) -> Stop:
+        """Score until the server stops us.
 
         Raises:
             DeadlineError: the server has gone silent.
@@ -79,7 +75,7 @@ class Scorer:
                     return self._stop
                 self._timer.enter("scoring" if self._held else "idle")
                 self._answer(self._stage.step())
-                self._offer()
+                self._credit.offer(self._stage.wanted - len(self._held))
                 if not self._stage.busy:
                     self._wait(selector)
 
@@ -91,18 +87,18 @@ class Scorer:
             elif header["type"] == "ack":
                 self._hear(header["results"])
             elif header["type"] == "stop":
-                self._stop = header
+                self._stop = Stop.from_wire(header)
 
     def _take(self, group: Group) -> None:
-        self._offered = max(0, self._offered - 1)
+        self._credit.use(1)
         self._held[group.ordinal, group.attempt] = time.monotonic()
         self._stage.submit(group)
 
     def _hear(self, results: list[tuple[int, int, str, str]]) -> None:
         """What became of the annotations. One that is refused was no use, though the stage believed that it was."""
         for ordinal, attempt, outcome, reason in results:
-            if outcome == "accepted" or (outcome, reason) == ("filtered", "zero_variance"):
-                self._failures_in_a_row = 0
+            if is_useful(outcome, reason):
+                self._failures.clear()
             elif outcome == "refused":
                 self._count_failure(reason, f"the server refused what was added to ordinal {ordinal} attempt {attempt}")
 
@@ -132,20 +128,7 @@ class Scorer:
 
     def _count_failure(self, reason: str, detail: str) -> None:
         self.counts["failures"] += 1
-        self._failures_in_a_row += 1
-        if self._failures_in_a_row == MAX_FAILURES:
-            self._client.send(
-                "fatal",
-                reason=f"{self._name}: {MAX_FAILURES} groups in a row could not be scored ({reason}); "
-                f"the last: {detail}",
-            )
-
-    def _offer(self) -> None:
-        """Tell the server how many groups we could take now; only when that number has grown."""
-        count = max(0, self._stage.wanted - len(self._held))
-        if count > self._offered:
-            self._offered = count
-            self._client.send("credit", count=count)
+        self._failures.add(reason, detail)
 
     def _wait(self, selector: selectors.BaseSelector) -> None:
         """Sleep until something happens or a call passes its limit, at most one heartbeat."""
@@ -187,32 +170,16 @@ def make_stage(config: Config, role: str, search: Path) -> Stage:
 
 def main() -> None:
     """Parse the command line, load the stage, score until stopped."""
-    parser = argparse.ArgumentParser(description="one scorer: rewards, or log-probabilities of the reference")
-    parser.add_argument("config")
+    parser = command_line("one scorer: rewards, or log-probabilities of the reference", None)
     parser.add_argument("--role", required=True, choices=STAGES)
-    parser.add_argument("--connect", required=True, help="address of the buffer server, tcp://HOST:PORT")
-    parser.add_argument("--name")
     args = parser.parse_args()
-    name = args.name or f"{args.role}-{os.getpid()}"
     config = load_config(args.config)
-    timer = StateTimer()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into an orderly stop
-    keys = ClientKeys.of(config.buffer.keys)
-    with Client(args.connect, "scorer", name, config.contract_hash(), stage=args.role, keys=keys) as client:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-        client.beat_info = lambda: {"timer": timer.drain()}
-        client.connect(CONNECT_TIMEOUT_S)
+    name = args.name or f"{args.role}-{os.getpid()}"
+    with joined("scorer", config, args.connect, name, stage=args.role) as process:
         stage = make_stage(config, args.role, Path(args.config).parent)
-        scorer = Scorer(name, client, stage, timer, config.buffer.heartbeat_s)
-        client.beat_info = lambda: {"timer": timer.drain(), "in_flight": scorer.in_flight(), "info": scorer.info()}
-        began = time.monotonic()
-        try:
-            stop = scorer.run()
-        finally:
-            stage.close()
-    print(f"{name}: stopped after {time.monotonic() - began:.1f} s ({stop['reason']}): {scorer.counts}", flush=True)
-    if stop["error"]:
-        sys.exit(1)
+        process.parts.callback(stage.close)
+        scorer = Scorer(name, process.client, stage, process.timer, config.buffer.heartbeat_s)
+        process.run(scorer, scorer.run)
 
 
 if __name__ == "__main__":

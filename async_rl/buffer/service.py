@@ -307,6 +307,8 @@ class Service:
         if not self.account.evaluated(version, metrics):
             return
         row = {**self.account.evals[-1], "epoch": epoch, "wall_s": round(now - self._began, 3), "samples": samples}
+        if version == self.versions.start:  # a resumed run evaluates once more what it starts from
+            self._files.keep("evals", lambda before: before.get("version") != version)
         self._files.append("evals", row)
         self._files.flush()
         self._tell_monitors()

@@ -185,6 +185,10 @@ class RunConfig(Section):
         """What all sides must agree on, as plain values."""
         return {"seed": self.seed}
 
+    def kept(self) -> dict[str, Any]:
+        """Values that a resumed run must keep beside the contract, by key: a checkpoint has networks made by them."""
+        return {}
+
     def contract_hash(self) -> str:
         """Hash of :meth:`contract`, for the handshake."""
         return hashlib.sha256(json.dumps(self.contract(), sort_keys=True).encode()).hexdigest()[:16]

@@ -289,3 +289,17 @@ class ControlConfig(RunConfig):
             "algorithm": self.algorithm.name,
             "episodes": self.episodes.model_dump(mode="json") if self.algorithm.name == "grpo" else None,
         }
+
+    def kept(self) -> dict[str, Any]:
+        """What the networks beside actor and critic depend on."""
+        kept = {
+            "rnd.weight > 0": self.rnd.weight > 0,
+            "amp.style_weight > 0": self.amp.style_weight > 0,
+            "teacher.path": self.teacher.path,
+        }
+        if self.rnd.weight > 0:
+            names = ("hidden", "outputs", "normalize_states", "normalize_rewards")
+            kept |= {f"rnd.{name}": getattr(self.rnd, name) for name in names}
+        if self.amp.style_weight > 0:
+            kept |= {"amp.hidden": self.amp.hidden, "amp.normalize": self.amp.normalize}
+        return kept

@@ -135,6 +135,12 @@ def _contradictions(config: ControlConfig) -> Iterator[str]:
             f"algorithm.minibatches = {algorithm.minibatches} > env.num_envs = {config.env.num_envs}: a recurrent "
             "policy is trained on whole environments; lower algorithm.minibatches"
         )
+    samples = config.env.num_envs * config.env.horizon * config.buffer.groups_per_step
+    if algorithm.name != "grpo" and algorithm.minibatches > samples:
+        yield (
+            f"algorithm.minibatches = {algorithm.minibatches} > env.num_envs × env.horizon × buffer.groups_per_step = "
+            f"{samples} environment steps: lower algorithm.minibatches, or raise one of those"
+        )
     if config.amp.style_weight > 0 and not config.amp.expert:
         yield "amp.style_weight needs amp.expert = FILE.safetensors with expert transitions"
     if config.symmetry.function and not (config.symmetry.augment or config.symmetry.mirror_coef > 0):

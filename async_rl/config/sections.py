@@ -288,6 +288,11 @@ class Config(RunConfig):
         """Whether anything reads the reference model's log-probabilities."""
         return self.algorithm.kl_coef > 0 or self.algorithm.advantage == "distill"
 
+    def kept(self) -> dict[str, Any]:
+        """What the critic is, if there is one."""
+        critic = self.algorithm.critic if self.algorithm.advantage == "gae" else "none"
+        return {"the critic (algorithm.advantage, algorithm.critic)": critic}
+
     @property
     def max_sampled(self) -> int:
         """Most sampled tokens of one trajectory."""

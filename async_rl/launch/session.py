@@ -117,6 +117,7 @@ def _configure(
     if config.contract_hash() != before.contract_hash():
         what = "environment, observations, networks, episodes" if config.is_control else _TOKEN_CONTRACT
         raise ConfigError(f"--resume {resume}: {what} and seed must stay as in {resume / 'config.toml'}")
+    _refuse_other_networks(config, resume, checkpoint)
     done = int(checkpoint.name.removeprefix("step_"))
     if done >= config.steps:
         raise ConfigError(
@@ -124,6 +125,22 @@ def _configure(
         )
     num_parameters(checkpoint if config.is_control else checkpoint / "hf")  # the files are whole
     return config, resume.resolve(), checkpoint.resolve()
+
+
+def _refuse_other_networks(config: AnyConfig, resume: Path, checkpoint: Path) -> None:
+    """The learner would refuse them too, but with its configuration already in the run folder.
+
+    Raises:
+        ConfigError: a setting that the checkpoint's networks were made with has changed; names it.
+    """
+    source = checkpoint / "config.toml" if config.is_control else resume / "config.toml"
+    kept, wanted = load_any(str(source)).kept(), config.kept()
+    for key in kept:
+        if wanted.get(key) != kept[key]:
+            raise ConfigError(
+                f"--resume {resume}: {key} must stay {kept[key]!r} as in {source}, not {wanted.get(key)!r}: the "
+                "checkpoint's networks were made with it; set it back, or start a new run"
+            )
 
 
 def _refuse_running(folder: Path) -> None:

@@ -5,8 +5,8 @@
     rollout's (s, s') ──────────► D ─► style max(0, 1 - (D - 1)²/4) ─► task_weight · r + style_weight · style
 
 The discriminator lies in the flat vector with its normaliser, so its gradient is reduced with all others and ranks stay
-equal; only the replay is a rank's own. A step whose next state is not known (an episode ended in it) has no style and
-is not learned from.
+equal; only the replay is a rank's own, and the ranks of a resumed run all begin with that of rank 0. A step whose next
+state is not known (an episode ended in it) has no style and is not learned from.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class Amp:
         self._replay = TransitionReplay(self._config.replay, size, group.device)
         self._generator = torch.Generator(device=group.device)
         self.modules = {"discriminator": self._discriminator}
+        self.memories = {"replay": self._replay}
         self.sums = dict.fromkeys(_SUMS, 1)
         self._measured: dict[str, torch.Tensor] = {}
         self._style: float | None = None

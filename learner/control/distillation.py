@@ -32,7 +32,7 @@ from async_rl.errors import ConfigError
 from async_rl.metrics import Metrics
 from async_rl.shipped import find_shipped
 from learner.control.agreement import Agreement, difference_sums
-from learner.control.method import Batch, Sums, Totals
+from learner.control.method import Batch, Memory, Sums, Totals
 from learner.control.parts import inputs_of
 from learner.control.rollout import Rollout, stack_fragments
 from learner.control.splits import Share, filled, sizes, split_environments, split_samples, step_generator
@@ -85,6 +85,7 @@ class Distillation:
         self._teacher_groups = config.groups_of("teacher")
         self._agreement = Agreement(warns=group.rank == 0)
         self.modules: Mapping[str, nn.Module] = {"policy": self._student, "teacher": self._teacher}
+        self.memories: Mapping[str, Memory] = {}
         self.published = ("policy",)
         self.sums = {"imitation": 1, "difference": 1, "samples": 1}
 

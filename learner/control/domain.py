@@ -22,7 +22,7 @@ from async_rl.timer import StateTimer
 from async_rl.wire import Frame, Header, decode_groups
 from learner.algorithms.schedules import kl_adaptive_lr
 from learner.control.method import Batch, Method
-from learner.control.store import load_networks, save_networks
+from learner.control.store import load_memories, load_networks, save_memories, save_networks
 from learner.domain import Trained
 from learner.flat import FlatParameters, Slot
 from learner.group import LearnerGroup
@@ -107,8 +107,9 @@ class ControlDomain:
         self.skipped_in_row = int(numbers["skipped_in_row"])
 
     def save(self, folder: Path) -> None:
-        """Write networks, optimiser, configuration and spaces; :mod:`learner.control.store` says into which files."""
+        """Write all that a resumed run needs; :mod:`learner.control.store` says into which files."""
         save_networks(folder, self._config, self._spaces, self.flat, self.optimizer)
+        save_memories(folder, self._method.memories)
 
     def load(self, folder: Path) -> None:
         """Read them.
@@ -117,6 +118,7 @@ class ControlDomain:
             ConfigError: something is missing, damaged, or of other networks.
         """
         load_networks(folder, self.flat, self.optimizer)
+        load_memories(folder, self._method.memories)
 
     def offload(self) -> None:
         """Give the device's memory back until :meth:`restore`; on the CPU it is the host's already."""
@@ -188,8 +190,8 @@ class ControlDomain:
         }
 
 
-def make_method(config: ControlConfig, spaces: Spaces, group: LearnerGroup) -> Method:
-    """The algorithm that the configuration names.
+def make_method(config: ControlConfig, spaces: Spaces, group: LearnerGroup, *, fresh: bool = True) -> Method:
+    """The algorithm that the configuration names; not ``fresh``: a checkpoint will fill its networks.
 
     Raises:
         ConfigError: its networks do not fit the environment.
@@ -206,4 +208,4 @@ def make_method(config: ControlConfig, spaces: Spaces, group: LearnerGroup) -> M
         case "grpo":
             from learner.control.grpo import Grpo
 
-            return Grpo(config, spaces, group)
+            return Grpo(config, spaces, group, fresh=fresh)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from async_rl.metrics import Metrics
-from learner.control.method import Sums, Totals
+from learner.control.method import Memory, Sums, Totals
 from learner.control.rollout import Rollout
 
 
@@ -22,6 +22,10 @@ class Extension(Protocol):
     @property
     def modules(self) -> Mapping[str, nn.Module]:
         """By role."""
+
+    @property
+    def memories(self) -> Mapping[str, Memory]:
+        """By name: what it remembers from step to step beside ``modules``; a checkpoint has that of rank 0."""
 
     @property
     def sums(self) -> Mapping[str, int]:

@@ -31,7 +31,7 @@ from learner.algorithms.ppo import ppo_loss
 from learner.control.agreement import Agreement
 from learner.control.demonstrations import imitate
 from learner.control.judging import Inputs, judge, judge_all, rows_of
-from learner.control.method import Batch, Sums, Totals
+from learner.control.method import Batch, Memory, Sums, Totals
 from learner.control.splits import filled, sizes, split_samples, step_generator
 from learner.control.tally import sum_together
 from learner.group import LearnerGroup
@@ -81,18 +81,20 @@ class Grpo:
         config: of the run.
         spaces: of the environment.
         group: the ranks.
+        fresh: the policy begins here, with demonstrations if there are any; else a checkpoint will fill it.
 
     Raises:
         ConfigError: the network does not fit the environment, or there are no such demonstrations.
     """
 
-    def __init__(self, config: ControlConfig, spaces: Spaces, group: LearnerGroup) -> None:
+    def __init__(self, config: ControlConfig, spaces: Spaces, group: LearnerGroup, *, fresh: bool = True) -> None:
         self._algorithm, self._seed, self._group = config.algorithm, config.seed, group
         self._actor: Actor = build_actor(config, spaces).to(group.device)
-        if config.episodes.demonstrations:
+        if fresh and config.episodes.demonstrations:
             imitate(self._actor, config, spaces)
         self._agreement = Agreement(warns=group.rank == 0)
         self.modules: Mapping[str, nn.Module] = {"policy": self._actor}
+        self.memories: Mapping[str, Memory] = {}
         self.published = ("policy",)
         self.sums = dict.fromkeys(("kl", "samples", "policy", "entropy", "clipped"), 1)
 

@@ -26,7 +26,7 @@ def build(config: ControlConfig, rank: Rank) -> ControlDomain:
     """
     spaces = Spaces.read(Path(config.env.spaces) if config.env.spaces else rank.out / FILE)
     torch.manual_seed(config.seed)
-    method = make_method(config, spaces, rank.group)
+    method = make_method(config, spaces, rank.group, fresh=rank.resume is None)
     return ControlDomain(config, spaces, method, rank.group, rank.timer)
 
 

@@ -37,6 +37,20 @@ class Batch:
     """What was measured on the way, the same on all ranks (returns, differences of log-probabilities, ...)."""
 
 
+class Memory(Protocol):
+    """Data that a method gathers over the steps; it is a rank's own, and no gradient goes into it."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint needs."""
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from :meth:`state`, on any rank.
+
+        Raises:
+            KeyError, ValueError: it is of something else.
+        """
+
+
 class Method(Protocol):
     """One algorithm. Everything with parameters or running statistics is in ``modules``."""
 
@@ -47,6 +61,10 @@ class Method(Protocol):
     @property
     def published(self) -> tuple[str, ...]:
         """The roles that actors need: the first of ``modules``."""
+
+    @property
+    def memories(self) -> Mapping[str, Memory]:
+        """By name: what it remembers from step to step beside ``modules``; a checkpoint has that of rank 0."""
 
     @property
     def sums(self) -> Mapping[str, int]:

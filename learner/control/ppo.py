@@ -24,7 +24,7 @@ from learner.control.agreement import Agreement, difference_sums
 from learner.control.evaluate import Evaluated, Evaluator, observations_of
 from learner.control.extension import Extension
 from learner.control.losses import surrogate_sum, value_sum
-from learner.control.method import Batch, Sums, Totals
+from learner.control.method import Batch, Memory, Sums, Totals
 from learner.control.parts import Part, Samples, make_parts
 from learner.control.returns import generalized_advantages, vtrace
 from learner.control.rollout import Rollout, stack_fragments
@@ -71,9 +71,11 @@ class Ppo:
         self._evaluator = Evaluator(self._actor, self._critic, self._symmetry if augments else None, self._algorithm)
         self._agreement = Agreement(warns=group.rank == 0)
         self.modules: Mapping[str, nn.Module] = {"policy": self._actor, "critic": self._critic}
+        self.memories: Mapping[str, Memory] = {}
         self.sums = dict.fromkeys(("kl", "samples", "policy", "value", "entropy", "mirror", "clipped"), 1)
         for extension in self._extensions:
             self.modules = {**self.modules, **extension.modules}
+            self.memories = {**self.memories, **extension.memories}
             self.sums |= extension.sums
         self.published = ("policy", "critic") if self._critic.is_recurrent else ("policy",)
 

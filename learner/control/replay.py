@@ -1,9 +1,11 @@
 """The newest transitions of the policy on this rank, in a ring of fixed size on its device.
 
-It is this rank's own and no checkpoint has it: after a resume it fills again from the first step on.
+It is this rank's own; a checkpoint has that of rank 0, with which every rank goes on.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 
@@ -36,7 +38,7 @@ class TransitionReplay:
         self._filled = min(self._filled + count, capacity)
 
     def sample(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw pairs [count, D] uniformly, with repetition.
+        """Draw pairs [count, D] uniformly, with repetition; which ones does not depend on where the ring begins.
 
         Args:
             count: how many.
@@ -47,6 +49,24 @@ class TransitionReplay:
         """
         if self._filled == 0:
             raise ValueError("an empty replay has nothing to draw")
+        oldest = self._next - self._filled
         rows = torch.randint(self._filled, (count,), generator=generator, device=self._pairs.device)
-        drawn = self._pairs[rows]
+        drawn = self._pairs[(rows + oldest) % len(self._pairs)]
         return drawn[:, 0], drawn[:, 1]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """For a checkpoint: ``pairs`` [n, 2, D] of states and next states, the oldest first."""
+        ages = torch.arange(self._filled, device=self._pairs.device) + (self._next - self._filled)
+        return {"pairs": self._pairs[ages % len(self._pairs)]}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from :meth:`state`, of a replay of any capacity.
+
+        Raises:
+            KeyError, ValueError: it is none of pairs of such states.
+        """
+        pairs = state["pairs"]
+        if pairs.shape[1:] != self._pairs.shape[1:]:
+            raise ValueError(f"pairs is {list(pairs.shape)}, not [n, 2, {self._pairs.shape[2]}]")
+        self._next = self._filled = 0
+        self.push(*pairs.to(self._pairs.device).unbind(1))

@@ -11,6 +11,8 @@ state, the first one of the next episode stands in, as in rsl_rl.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -19,7 +21,7 @@ from async_rl.config.control import RndConfig
 from async_rl.control.normalizer import Normalizer
 from async_rl.control.spaces import Spaces
 from async_rl.metrics import Metrics
-from learner.control.method import Sums, Totals
+from learner.control.method import Memory, Sums, Totals
 from learner.control.mlp import make_mlp
 from learner.control.rollout import Rollout
 from learner.control.start import in_chunks
@@ -64,6 +66,7 @@ class Rnd:
         self._group = group
         self._networks = RndNetworks(config, spaces.size_of(self._groups)).to(group.device)
         self.modules = {"rnd": self._networks}
+        self.memories: Mapping[str, Memory] = {}
         self.sums = {"rnd_loss": 1}
         self._measured: Metrics = {}
         self._inputs = torch.empty(0)

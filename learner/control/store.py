@@ -2,10 +2,12 @@
 
 flat vector ─► ROLE.safetensors for each role (``policy`` has the actor's state_dict, its normaliser included)
 optimiser   ─► optimizer.safetensors        configuration and spaces ─► config.toml, spaces.json
+memories    ─► NAME.safetensors
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -15,6 +17,7 @@ from async_rl.config import ControlConfig, to_toml
 from async_rl.control.checkpoint import CONFIG
 from async_rl.control.spaces import Spaces
 from async_rl.errors import ConfigError
+from learner.control.method import Memory
 from learner.flat import FlatParameters, view_of
 from learner.optimizer import FlatAdamW
 
@@ -58,5 +61,25 @@ def load_networks(folder: Path, flat: FlatParameters, optimizer: FlatAdamW) -> N
         ) from None
 
 
-def _file_of(folder: Path, role: str) -> Path:
-    return folder / f"{role}.safetensors"
+def save_memories(folder: Path, memories: Mapping[str, Memory]) -> None:
+    """Write what rank 0 remembers."""
+    for name, memory in memories.items():
+        save_file(memory.state(), _file_of(folder, name))
+
+
+def load_memories(folder: Path, memories: Mapping[str, Memory]) -> None:
+    """Let every rank go on with what :func:`save_memories` wrote.
+
+    Raises:
+        ConfigError: it is missing, damaged, or of something else.
+    """
+    for name, memory in memories.items():
+        file = _file_of(folder, name)
+        try:
+            memory.load_state(load_file(file))
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise ConfigError(f"{file} does not fit what is trained: {error}; it is damaged") from None
+
+
+def _file_of(folder: Path, name: str) -> Path:
+    return folder / f"{name}.safetensors"

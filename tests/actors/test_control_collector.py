@@ -71,6 +71,15 @@ def test_steps_that_only_reset_have_no_version_and_belong_to_no_episode():
     assert second["episode_lengths"].tolist() == [3, 2, 4, 2, 3]
 
 
+def test_a_fragment_in_which_no_action_counted_is_gathered_anew():
+    collector, _ = make(control(env={"horizon": 1}), Counting(lazy=True))
+    fragments = [fragment(collector).arrays for _ in range(60)]
+    # every 3rd, 4th and 5th step only resets an environment: the 60th all three, so what is sent is the 61st
+    assert [row["versions"][0].tolist() for row in fragments[58:]] == [[0, 0, 0], [0, 0, 0]]
+    assert sum(row["episode_lengths"].sum() for row in fragments) == 40 + 45 + 48
+    assert fragments[59]["obs/policy"][0, :, 1].tolist() == [0, 0, 0]
+
+
 def test_an_end_in_the_last_step_of_a_fragment_masks_the_first_of_the_next():
     collector, _ = make(control(env={"horizon": 2}), Counting(lazy=True))
     fragment(collector)

@@ -328,7 +328,7 @@ def test_an_action_that_no_policy_can_take_is_named(space):
     [
         ({"id": "gymnasium:CartPol-v1"}, "did you mean 'gymnasium:CartPole-v1'"),
         ({"id": "gymnasium:CartPole-v9"}, "did you mean 'gymnasium:CartPole-v1'"),
-        ({"id": "gymnasium:no_such_package:Thing-v0"}, "no_such_package"),
+        ({"id": "gymnasium:no_such_package:Thing-v0"}, "No module named 'no_such_package'; it is looked for in"),
         ({"kwargs": {"wheels": 3}}, "wheels"),
         ({"id": "gymnasium:Pendulum-v1", "kwargs": {"wheels": 3}}, "wheels"),
         ({"autoreset": "same_step"}, "env.autoreset = 'same_step'.*env.vectorization = 'sync'"),
@@ -337,6 +337,23 @@ def test_an_action_that_no_policy_can_take_is_named(space):
 def test_what_cannot_be_made_is_one_sentence_about_the_setting(env, message):
     with pytest.raises(ConfigError, match=message):
         make_environment(config_of(**env), 2, 0, "actor0")
+
+
+def test_an_id_with_a_module_before_it_is_registered_by_importing_that(tmp_path, monkeypatch):
+    (tmp_path / "own_worlds.py").write_text(
+        "import gymnasium\n"
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "gymnasium.register('own/Pole-v0', entry_point=CartPoleEnv, max_episode_steps=7)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    made = make_environment(config_of(id="gymnasium:own_worlds:own/Pole-v0"), 2, 0, "actor0")
+    try:
+        assert made.num_envs == 2
+        assert made.spaces.max_episode_steps == 7
+        assert made.reset(0)["policy"].shape == (2, 4)
+    finally:
+        made.close()
+        gymnasium.registry.pop("own/Pole-v0")
 
 
 def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):

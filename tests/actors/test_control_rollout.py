@@ -1,18 +1,15 @@
 """The loop of a control actor between fakes: a server that hands out messages, a policy and a gatherer that count."""
 
-import os
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
 import torch
 from control_fakes import SPACES, Counting, control, published
+from loop_fakes import Receiver, Server, acks, cancel, manifest, version
 
 from actors.control.collector import Collector, EnvironmentFault
 from actors.control.policy import Policy
-from actors.control.rollout import MAX_REFUSED, Rollout
-from actors.receiver import Prepared
-from actors.rollout import MAX_FAILURES
+from actors.control.rollout import Rollout
+from actors.streak import MAX_FAILURES
 from actors.swap import MAX_COMMIT_FAILURES
 from async_rl.control.fragment import check_control_group
 from async_rl.control.networks import build_actor
@@ -20,74 +17,6 @@ from async_rl.data import Group
 from async_rl.errors import WeightsError
 from async_rl.protocol import Ticket
 from async_rl.timer import StateTimer
-from async_rl.weights.manifest import Manifest, chunk_checksums, combine
-
-
-def manifest(version):
-    chunks = chunk_checksums(memoryview(b"abcd"), 4)
-    return Manifest(
-        version=version,
-        run_id="r",
-        tensors=(),
-        nbytes=4,
-        chunk_bytes=4,
-        chunks=chunks,
-        checksum=combine(chunks),
-        segment="s",
-        host="h",
-    )
-
-
-class Readable:
-    """A descriptor that is always readable, so that the loop never sleeps."""
-
-    def __init__(self):
-        self.descriptor = os.eventfd(1)
-
-    def fileno(self):
-        return self.descriptor
-
-
-@dataclass
-class Server(Readable):
-    """Each turn of the loop takes the next entry of the script; behind it, it says stop."""
-
-    script: list
-    sent: list = field(default_factory=list)
-    groups: list = field(default_factory=list)
-
-    def __post_init__(self):
-        super().__init__()
-
-    def receive(self, timeout_s):
-        if not self.script:
-            return [({"type": "stop", "reason": "end of the script", "error": False}, [])]
-        return self.script.pop(0)
-
-    def send(self, kind, **fields):
-        self.sent.append((kind, fields))
-
-    def send_groups(self, groups):
-        self.groups += groups
-
-    def of(self, kind):
-        return [fields for sent, fields in self.sent if sent == kind]
-
-
-class Receiver(Readable):
-    """Prepares at once."""
-
-    def __init__(self, data=b"abcd"):
-        super().__init__()
-        self.prepared, self.fetched, self.data = None, [], memoryview(data)
-
-    def fetch(self, announced):
-        self.fetched.append(announced.version)
-        self.prepared = Prepared(manifest=announced, data=self.data, transfer_s=0.5, path="shm")
-
-    def ready(self):
-        prepared, self.prepared = self.prepared, None
-        return prepared
 
 
 class Holder:
@@ -148,14 +77,6 @@ class Gatherer:
 
 def tickets(*ordinals, attempt=0):
     return [({"type": "tickets", "tickets": [Ticket(o, attempt, 0, 1, 0, 60.0).to_wire() for o in ordinals]}, [])]
-
-
-def version(number):
-    return [({"type": "version", "manifest": manifest(number).to_wire()}, [])]
-
-
-def cancel(*keys):
-    return [({"type": "cancel", "tickets": [list(k) for k in keys]}, [])]
 
 
 def roll(script, policy=None, faults=0, first=0, timer=None, receiver=None):
@@ -235,7 +156,7 @@ def test_a_fresh_attempt_replaces_the_old_one():
 
 
 def test_a_fault_of_the_environment_gives_the_ticket_back_and_again_and_again_ends_the_run():
-    number = MAX_FAILURES["environment"]
+    number = MAX_FAILURES
     script = [turn for ordinal in range(number) for turn in (tickets(ordinal), [])]
     _, server, rollout, _ = roll([*script, tickets(99), [], []], faults=number)
     assert [(f["ordinal"], f["reason"], f["final"]) for f in server.of("fail")] == [
@@ -243,14 +164,15 @@ def test_a_fault_of_the_environment_gives_the_ticket_back_and_again_and_again_en
     ]
     (fatal,) = server.of("fatal")
     assert fatal["reason"] == (
-        f"the environment failed {number} times in a row; the last: observations, index [0], is nan"
+        f"the environment failed {number} times in a row (environment_not_finite); "
+        "the last: observations, index [0], is nan"
     )
     assert rollout.counts["environment_failures"] == number
     assert [g.ordinal for g in server.groups] == [99]
 
 
 def test_faults_with_groups_in_between_end_nothing():
-    number = MAX_FAILURES["environment"]
+    number = MAX_FAILURES
     script = [turn for ordinal in range(2 * number + 2) for turn in (tickets(ordinal), [], [])]
     policy = Holder()
     server, gatherer = Server(script), Gatherer(policy)
@@ -278,15 +200,12 @@ def test_faults_with_groups_in_between_end_nothing():
 
 
 def test_a_server_that_refuses_one_group_after_the_other_ends_the_run():
-    def ack(*outcomes):
-        return [({"type": "ack", "results": [[0, 0, outcome, "bad_shape"] for outcome in outcomes]}, [])]
-
-    refused = ["refused"] * (MAX_REFUSED - 1)
-    _, server, _, _ = roll([[], ack(*refused, "accepted"), ack(*refused)])
+    refused = ["refused"] * (MAX_FAILURES - 1)
+    _, server, _, _ = roll([[], acks(*refused, "accepted"), acks(*refused)])
     assert server.of("fatal") == []
-    _, server, _, _ = roll([[], ack(*refused), ack("failed", "refused", "refused")])
+    _, server, _, _ = roll([[], acks(*refused), acks("failed", "refused", "refused")])
     assert [f["reason"] for f in server.of("fatal")] == [
-        f"the server refused {MAX_REFUSED} groups in a row; the last: bad_shape"
+        f"the server refused {MAX_FAILURES} groups in a row (bad_shape); the last: ordinal 1 attempt 0"
     ]
 
 

@@ -1,10 +1,10 @@
 """The rollout loop between fakes: a server that hands out messages, an engine and verifiers that answer at once."""
 
 import os
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from loop_fakes import Receiver, Server, acks, cancel, manifest, version
 
 from actors.engines.base import Completion
 from actors.players.answers import Answers
@@ -13,7 +13,8 @@ from actors.players.scoring import Scoring
 from actors.players.submission import SAMPLE_CHARACTERS
 from actors.players.work import Failed
 from actors.receiver import Prepared
-from actors.rollout import MAX_FAILURES, MAX_VERIFIER_FAILURES, Rollout
+from actors.rollout import Rollout
+from actors.streak import MAX_FAILURES
 from actors.swap import MAX_COMMIT_FAILURES
 from actors.verifiers.pool import Verdict
 from async_rl.config import parse_config
@@ -21,60 +22,9 @@ from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.protocol import Ticket
 from async_rl.tasks import Problem
 from async_rl.timer import StateTimer
-from async_rl.weights.manifest import Manifest, chunk_checksums, combine
 from async_rl.wire import encode_groups, unpack_header
 
 SIZE = 2
-
-
-def manifest(version):
-    chunks = chunk_checksums(memoryview(b"abcd"), 4)
-    return Manifest(
-        version=version,
-        run_id="r",
-        tensors=(),
-        nbytes=4,
-        chunk_bytes=4,
-        chunks=chunks,
-        checksum=combine(chunks),
-        segment="s",
-        host="h",
-    )
-
-
-class Readable:
-    """A descriptor that is always readable, so that the loop never sleeps."""
-
-    def __init__(self):
-        self.descriptor = os.eventfd(1)
-
-    def fileno(self):
-        return self.descriptor
-
-
-@dataclass
-class Server(Readable):
-    script: list
-    sent: list = field(default_factory=list)
-    groups: list = field(default_factory=list)
-
-    def __post_init__(self):
-        super().__init__()
-
-    def receive(self, timeout_s):
-        if not self.script:
-            return [({"type": "stop", "reason": "end of the script", "error": False}, [])]
-        turn = self.script.pop(0)
-        return turn(self) if callable(turn) else turn
-
-    def send(self, kind, **fields):
-        self.sent.append((kind, fields))
-
-    def send_groups(self, groups):
-        self.groups += groups
-
-    def of(self, kind):
-        return [fields for sent, fields in self.sent if sent == kind]
 
 
 class Engine:
@@ -131,22 +81,6 @@ class Engine:
             raise WeightsError("torn")
         self.version = published.version
         return published.checksum
-
-
-class Receiver(Readable):
-    """Prepares at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.prepared, self.fetched = None, []
-
-    def fetch(self, published):
-        self.fetched.append(published.version)
-        self.prepared = Prepared(manifest=published, data=memoryview(b"abcd"), transfer_s=0.5, path="shm")
-
-    def ready(self):
-        prepared, self.prepared = self.prepared, None
-        return prepared
 
 
 class Verifiers:
@@ -220,7 +154,7 @@ def roll(
 
 def test_a_ticket_becomes_a_scored_group_in_sample_order():
     verifiers = Verifiers(hold=True)
-    script = [[], tickets(4), [], lambda server: setattr(verifiers, "hold", False) or [], [], []]
+    script = [[], tickets(4), [], lambda: setattr(verifiers, "hold", False) or [], [], []]
     stop, server, rollout, _ = roll(script, verifiers=verifiers)
     assert (stop.reason, stop.error) == ("end of the script", False)
     (group,) = server.groups
@@ -250,22 +184,21 @@ def test_verifiers_get_the_columns_the_ids_and_the_finish_reasons():
 
 def test_an_old_attempt_with_the_verifiers_is_not_mistaken_for_the_new_one():
     verifiers = Verifiers(hold=True)
-    release = lambda server: setattr(verifiers, "hold", False) or []  # noqa: E731
+    release = lambda: setattr(verifiers, "hold", False) or []  # noqa: E731
     _, server, _, _ = roll([[], tickets(2), [], tickets(2, attempt=1), [], release, [], []], verifiers=verifiers)
     assert [(g.ordinal, g.attempt) for g in server.groups] == [(2, 0), (2, 1)]
 
 
 def test_a_cancelled_ticket_is_dropped_but_not_its_successor():
     engine = Engine()
-    cancel = [({"type": "cancel", "tickets": [[3, 0]]}, [])]
-    _, server, _, _ = roll([[], tickets(3) + cancel, tickets(3, attempt=1) + cancel, [], []], engine=engine)
+    late = cancel((3, 0))
+    _, server, _, _ = roll([[], tickets(3) + late, tickets(3, attempt=1) + late, [], []], engine=engine)
     assert engine.aborted == [3]
     assert [(g.ordinal, g.attempt) for g in server.groups] == [(3, 1)]
 
 
 def test_a_version_is_live_with_its_checksum_and_credit_follows():
-    announce = [({"type": "version", "manifest": manifest(1).to_wire()}, [])]
-    _, server, _, _ = roll([[], announce, []])
+    _, server, _, _ = roll([[], version(1), []])
     live = server.of("live")
     assert [(m["version"], m["checksum"], m["transfer_s"], m["pause_s"]) for m in live] == [
         (0, manifest(0).checksum, 0.5, 0.25),
@@ -290,8 +223,7 @@ def test_a_version_that_changed_nothing_leaves_the_proven_one_before_at_work():
                 raise WeightsError("of another model")
             return super().load_weights(published, data)
 
-    announce = [({"type": "version", "manifest": manifest(1).to_wire()}, [])]
-    _, server, rollout, _ = roll([[], [*announce, *tickets(0)], [], []], engine=Picky())
+    _, server, rollout, _ = roll([[], [*version(1), *tickets(0)], [], []], engine=Picky())
     assert rollout.counts["weights_refused"] > 0
     assert [m["version"] for m in server.of("live")] == [0]
     assert [g.oldest_version for g in server.groups] == [0]
@@ -347,14 +279,25 @@ def test_the_text_that_is_sent_along_fits_into_a_header_however_long_the_complet
     ],
 )
 def test_what_cannot_be_scored_is_given_up_and_often_in_a_row_ends_the_run(verifiers, reason):
-    ordinals = range(MAX_VERIFIER_FAILURES)
+    ordinals = range(MAX_FAILURES)
     _, server, _, _ = roll([[], *[tickets(o) for o in ordinals], [], []], verifiers=verifiers)
     failed = server.of("fail")
     assert [f["ordinal"] for f in failed] == list(ordinals)
     assert {(f["reason"], f["final"]) for f in failed} == {(reason, True)}
     (fatal,) = server.of("fatal")
-    assert f"failed {MAX_VERIFIER_FAILURES} times in a row" in fatal["reason"]
+    assert f"failed {MAX_FAILURES} times in a row" in fatal["reason"]
     assert server.groups == []
+
+
+def test_groups_that_the_server_refuses_one_after_the_other_end_the_run():
+    refused = ["refused"] * (MAX_FAILURES - 1)
+    between = [acks("accepted"), acks("filtered", reason="zero_variance")]
+    _, server, _, _ = roll([[], acks(*refused), between[0], acks(*refused), between[1], acks(*refused)])
+    assert server.of("fatal") == []
+    no_use = acks("filtered", reason="verifier_timeout")  # what we gave up ourselves says nothing about our groups
+    _, server, _, _ = roll([[], acks(*refused), no_use, acks("late", "refused", "refused")])
+    (fatal,) = server.of("fatal")
+    assert fatal["reason"] == "the server refused 16 groups in a row (bad_shape); the last: ordinal 1 attempt 0"
 
 
 def test_a_prompt_that_does_not_fit_is_given_up_for_good():
@@ -384,17 +327,13 @@ def test_where_scorers_give_the_rewards_nothing_is_verified_here():
     assert group.meta["finish_reasons"] == ["stop", "stop"]
 
 
-def version(number):
-    return [({"type": "version", "manifest": manifest(number).to_wire()}, [])]
-
-
 def colocated():
     return CONFIG | {"actors": {"slots": 8, "placement": "colocated"}, "buffer": {"max_staleness": 0}}
 
 
 def test_on_a_shared_device_the_engine_sleeps_between_its_work_and_the_next_version():
     engine, verifiers = Engine(), Verifiers(hold=True)
-    release = lambda server: setattr(verifiers, "hold", False) or []  # noqa: E731
+    release = lambda: setattr(verifiers, "hold", False) or []  # noqa: E731
     script = [[], [], tickets(0), [], [], release, [], version(1), [], tickets(1), [], [], version(1), [], []]
     _, server, _, _ = roll(script, engine=engine, verifiers=verifiers, config=colocated())
     assert engine.calls == [0, "sleep", "wake", 1, "sleep", "wake", 1]  # not before the first tickets
@@ -404,8 +343,8 @@ def test_on_a_shared_device_the_engine_sleeps_between_its_work_and_the_next_vers
 
 def test_tickets_that_cross_its_message_are_left_to_the_server():
     engine = Engine()
-    cancel = [({"type": "cancel", "tickets": [[1, 0]]}, [])]
-    _, server, rollout, _ = roll([[], tickets(0), [], [], tickets(1), cancel, []], engine=engine, config=colocated())
+    script = [[], tickets(0), [], [], tickets(1), cancel((1, 0)), []]
+    _, server, rollout, _ = roll(script, engine=engine, config=colocated())
     assert [g.ordinal for g in server.groups] == [0]
     assert engine.queue == rollout.in_flight() == []
 
@@ -440,9 +379,9 @@ class Scripted:
 
 
 def test_environments_that_fail_are_reported_and_many_times_in_a_row_end_the_run():
-    player = Scripted([("timeout", "slow"), ("lost", "a neighbour")] * MAX_FAILURES["environment"])
+    player = Scripted([("timeout", "slow"), ("lost", "a neighbour")] * MAX_FAILURES)
     # two fail in the same moment, which is one failure of one process
-    turns = [tickets(2 * i, 2 * i + 1) for i in range(MAX_FAILURES["environment"])]
+    turns = [tickets(2 * i, 2 * i + 1) for i in range(MAX_FAILURES)]
     _, server, rollout, _ = roll([[], *turns[:-1], []], player=player)
     assert [(f["reason"], f["final"]) for f in server.of("fail")[:2]] == [("env_timeout", True), ("env_lost", False)]
     assert server.of("fatal") == []

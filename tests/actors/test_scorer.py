@@ -1,16 +1,16 @@
 """Scorers: the loop between fakes, the reference against brute force, rewards from tokens, and real processes."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
+from loop_fakes import Readable
 
-from actors.scorers.main import MAX_FAILURES, Scorer
+from actors.scorers.main import Scorer
 from actors.scorers.reference import ReferenceStage, reference_logprobs
 from actors.scorers.reward import RewardStage
 from actors.scorers.stage import Failure
 from actors.scorers.token_batches import token_batches
+from actors.streak import MAX_FAILURES
 from actors.verifiers.pool import Verdict
 from async_rl.data import Annotation, Trajectory, make_group, token_trajectory
 from async_rl.tasks import Problem
@@ -38,16 +38,6 @@ def annotation(item, stage="reward"):
 
 
 # -- the loop
-
-
-class Readable:
-    """A descriptor that is always readable, so that the loop never sleeps."""
-
-    def __init__(self):
-        self.descriptor = os.eventfd(1)
-
-    def fileno(self):
-        return self.descriptor
 
 
 class Server(Readable):
@@ -119,7 +109,7 @@ def test_there_is_always_a_next_group_while_one_is_in_work():
     stage = Held()
     server = Server([], [group(0), group(1)], stage.finish(1), [group(2)], stage.finish(2))
     stop = scorer(server, stage).run()
-    assert stop["reason"] == "end of the script"
+    assert stop.reason == "end of the script"
     # at first two; one more for each that is done, and none while both are held
     assert [c["count"] for c in server.of("credit")] == [2, 1, 2]
     assert server.annotations == [[(0, 0)], [(1, 0), (2, 0)]]

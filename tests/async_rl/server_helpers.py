@@ -197,6 +197,21 @@ def finish(actor: Peer, tickets: list[Ticket]) -> None:
         assert actor.submit(answer(ticket))[0][2] == "accepted"
 
 
+def run_steps(learner: Peer, actor: Peer, first: int, last: int) -> None:
+    """Train steps ``first`` to ``last - 1``; every ticket is answered."""
+    for step in range(first, last):
+        learner.send("next", step=step)
+        while True:
+            arrived = {h["type"]: h for h, _ in learner.receive(0.02)}
+            if "shard" in arrived:
+                break
+            for header, _ in actor.receive(0.02):
+                if header["type"] == "tickets":
+                    actor.send_groups([answer(Ticket.from_wire(t)) for t in header["tickets"]])
+        learner.train(step)
+        actor.go_live(step + 1)
+
+
 class Raw:
     """A bare DEALER, for what :class:`Client` would never send."""
 

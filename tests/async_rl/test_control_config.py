@@ -78,6 +78,10 @@ def test_a_setting_without_effect_is_refused(sections, knob):
         ({"algorithm": {"name": "distillation"}, "learner": {"lr_schedule": "constant"}}, "set teacher.path"),
         ({"algorithm": {"name": "distillation"}, "teacher": {"path": "x"}}, "'constant' or 'linear'"),
         ({"policy": {"network": "transformer"}}, "'grpo'"),
+        (
+            {"algorithm": {"minibatches": 9}, "env": {"num_envs": 2, "horizon": 4}},
+            "9 > env.num_envs × .* = 8 environment steps",
+        ),
         ({"policy": {"network": "gru"}, "algorithm": {"minibatches": 8}, "env": {"num_envs": 4}}, "minibatches"),
         ({"amp": {"style_weight": 1.0}}, "amp.expert"),
         ({"symmetry": {"function": "m:f"}}, "symmetry.augment"),

@@ -6,8 +6,10 @@ import os
 import sys
 
 import pytest
+import torch
 from rich.console import Console
 from run_folder import write_lines
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from async_rl.cli import app
@@ -24,8 +26,9 @@ from async_rl.launch.launcher import Launcher
 from async_rl.launch.overview import print_overview
 from async_rl.launch.progress import Glance, Pace, one_line, panel
 from async_rl.launch.roles import check_role
+from async_rl.launch.session import _configure
 from async_rl.report.page import render
-from async_rl.runfolder import RunFolder
+from async_rl.runfolder import CHECKPOINT_FILES, RunFolder
 from async_rl.summary import summarize
 
 GROUPS = {"policy": Observation((5,)), "extra": Observation((3,)), "image": Observation((2, 2), "uint8")}
@@ -307,3 +310,32 @@ def test_the_launcher_of_a_control_run_needs_no_torch(tmp_path):
         "sys.exit(int('torch' in sys.modules))"
     )
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
+
+
+AMP = {"style_weight": 0.1, "expert": "halfcheetah_expert.safetensors", "hidden": [8]}
+
+
+@pytest.mark.parametrize(
+    ("sections", "override", "advice"),
+    [
+        ({}, "rnd.weight=0.1", "rnd.weight > 0 must stay False"),
+        ({"rnd": {"weight": 0.1}}, "rnd.weight=0", "rnd.weight > 0 must stay True"),
+        ({"rnd": {"weight": 0.1, "outputs": 8}}, "rnd.outputs=4", "rnd.outputs must stay 8"),
+        ({"amp": AMP}, "amp.hidden=[9]", r"amp.hidden must stay \(8,\)"),
+        ({"amp": AMP}, "amp.style_weight=0", "amp.style_weight > 0 must stay True|has no effect"),
+    ],
+)
+def test_a_resume_with_other_networks_is_refused_before_anything_is_written(tmp_path, sections, override, advice):
+    written = to_toml(parse_control({"domain": "control", "steps": 9, **sections}))
+    (tmp_path / "config.toml").write_text(written)
+    checkpoint = tmp_path / "checkpoints" / "step_4"
+    checkpoint.mkdir(parents=True)
+    for name in (*CHECKPOINT_FILES, "policy.safetensors"):
+        (checkpoint / name).write_text("")
+    (checkpoint / "config.toml").write_text(written)
+    save_file({"weight": torch.zeros(1)}, checkpoint / "policy.safetensors")
+    save_file({"weight": torch.zeros(1)}, checkpoint / "optimizer.safetensors")
+    assert _configure(None, ["learner.lr=1e-4", "env.num_envs=3"], None, tmp_path)[2] == checkpoint
+    with pytest.raises(ConfigError, match=advice):
+        _configure(None, [override], None, tmp_path)
+    assert (tmp_path / "config.toml").read_text() == written

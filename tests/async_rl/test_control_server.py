@@ -62,6 +62,30 @@ def test_beats_tell_how_fast_the_actors_step(stage):
     eventually(lambda: server.service.roster.steps_per_s() == 750.0)  # 500 and 250 more in a second of work each
 
 
+def test_what_a_resumed_run_starts_from_is_told_once_however_often_it_was_evaluated(tmp_path):
+    settings = control_config()
+    checkpoint = tmp_path / "checkpoints" / "step_1"
+    limits = control_limits(settings)
+    with running(settings, tmp_path, limits=limits) as server, Cast(server, settings) as cast:
+        learner, actor, evaluator = cast.learner(), cast.actor("a", credit=2), cast.join("evaluator", "evaluator")
+        for ticket in actor.tickets(2):
+            assert actor.submit(filled(ticket))[0][2] == "accepted"
+        learner.request("next", "shard", step=0)
+        learner.train(0)
+        for version in (0, 1):
+            evaluator.send("eval", version=version, metrics={"return": 1.0})
+        assert learner.request("snapshot", "snapshot", path=str(checkpoint))[0]["ok"]
+        eventually(lambda: len(server.service.account.evals) == 2)
+    with running(settings, tmp_path, checkpoint, limits=limits) as server, Cast(server, settings) as cast:
+        cast.learner(start=1)
+        cast.join("evaluator", "evaluator").send("eval", version=1, metrics={"return": 2.0})
+        eventually(lambda: len(server.service.account.evals) == 1)
+    assert [(row["version"], row["metrics"]["return"]) for row in lines(tmp_path / "evals.jsonl")] == [
+        (0, 1.0),
+        (1, 2.0),
+    ]
+
+
 def test_hostile_groups_are_refused_counted_and_their_tickets_given_again(stage):
     server, _, cast = stage
     cast.learner()

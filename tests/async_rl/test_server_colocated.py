@@ -19,18 +19,6 @@ def settings():
     return colocated()
 
 
-@pytest.fixture
-def server(settings, tmp_path):
-    with running(settings, tmp_path) as server:
-        yield server
-
-
-@pytest.fixture
-def cast(server, settings):
-    with Cast(server, settings) as cast:
-        yield cast
-
-
 def told(peer):
     """Everything sent before was handled: the answer to a question came back."""
     peer.send("fail", ordinal=99, attempt=0, reason="x", detail="", final=False)

@@ -1,3 +1,5 @@
+"""Scorers of a real server: leases, annotations, stages that nobody serves."""
+
 from __future__ import annotations
 
 import json
@@ -21,18 +23,6 @@ def staged(**sections):
 @pytest.fixture
 def settings():
     return staged()
-
-
-@pytest.fixture
-def server(settings, tmp_path):
-    with running(settings, tmp_path) as server:
-        yield server
-
-
-@pytest.fixture
-def cast(server, settings):
-    with Cast(server, settings) as cast:
-        yield cast
 
 
 def submit_all(actor, count):

@@ -222,6 +222,25 @@ def test_the_replay_keeps_the_newest_pairs():
         assert held() == expected
 
 
+@pytest.mark.parametrize(("capacity", "kept"), [(4, [2, 3, 4, 5]), (9, [2, 3, 4, 5]), (3, [3, 4, 5])])
+def test_a_replay_goes_on_from_a_checkpoint_whatever_its_capacity(capacity, kept):
+    first, second = TransitionReplay(4, 2, CPU), TransitionReplay(capacity, 2, CPU)
+    for states in (torch.arange(0.0, 8).view(4, 2), torch.arange(8.0, 12).view(2, 2)):  # rows 0 to 5; the ring turns
+        first.push(states, states + 0.5)
+    second.load_state(first.state())
+    states, following = second.sample(200, torch.Generator().manual_seed(0))
+    assert sorted(set(states[:, 0].tolist())) == [2.0 * row for row in kept]
+    assert torch.equal(following, states + 0.5)
+    if capacity == 4:
+        assert torch.equal(states, first.sample(200, torch.Generator().manual_seed(0))[0])
+
+
+@pytest.mark.parametrize("state", [{}, {"pairs": torch.zeros(3, 2, 5)}, {"pairs": torch.zeros(3, 2)}])
+def test_a_replay_of_something_else_is_refused(state):
+    with pytest.raises((KeyError, ValueError)):
+        TransitionReplay(4, 2, CPU).load_state(state)
+
+
 @pytest.mark.parametrize(
     ("arrays", "said"),
     [

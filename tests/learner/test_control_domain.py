@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from control_fragments import SIZE, alone, build_domain, continuous, control_config, fragment
+from safetensors.torch import save_file
 from torch import nn
 
 from async_rl.config import load_control
@@ -24,7 +25,7 @@ class Scripted:
     """A method of two roles with one weight each, whose losses have the gradients and KLs that a test tells."""
 
     def __init__(self, kls, gradients=(1.0, 1.0), outside=None):
-        self.published, self.sums = ("policy",), {"kl": 1, "samples": 1}
+        self.published, self.memories, self.sums = ("policy",), {}, {"kl": 1, "samples": 1}
         self.modules = {"policy": nn.Linear(1, 1, bias=False), "critic": nn.Linear(1, 1, bias=False)}
         self._kls, self._gradients, self._outside = kls, gradients, outside
         self.finished = []
@@ -150,7 +151,13 @@ def test_actors_get_the_policy_and_a_critic_only_if_it_carries_a_state(network, 
 
 
 def test_a_checkpoint_continues_bit_by_bit_and_is_enough_to_act_from(tmp_path):
-    config = control_config(policy={"normalize": True}, rnd={"weight": 0.1}, algorithm={"epochs": 2})
+    generator = torch.Generator().manual_seed(8)
+    states = torch.randn(2, 20, SIZE, generator=generator)
+    save_file({"states": states[0], "next_states": states[1]}, tmp_path / "expert.safetensors")
+    amp = {"style_weight": 0.5, "expert": str(tmp_path / "expert.safetensors"), "hidden": [4], "replay": 60}
+    config = control_config(
+        policy={"normalize": True}, rnd={"weight": 0.1}, algorithm={"epochs": 2}, amp=amp
+    )  # the replay holds more than the last step had, and its ring has gone round
     spaces = continuous()
     first, method = build_domain(config, spaces, seed=1)
     steps = [lambda s=s: [fragment(config, spaces, method, seed=s, version=s)] for s in range(3)]

@@ -10,9 +10,12 @@ from async_rl.control.normalizer import Normalizer
 from async_rl.control.spaces import Action, Observation, Spaces
 from async_rl.data import Group
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.timer import StateTimer
 from learner.control.demonstrations import imitate
 from learner.control.grpo import Grpo
 from learner.control.judging import judge, rows_of
+from learner.control.main import build
+from learner.rank import Rank
 
 VLA = Spaces(
     observations={"image": Observation((8, 8, 3), "uint8"), "instruction": Observation((4,), "int32")},
@@ -325,6 +328,14 @@ def test_demonstrations_teach_the_policy_before_the_first_step():
         found = actor.distribution(actor.features(rows_of(x, torch.arange(200)))).mode()
     assert (found == shown["actions"]).all(1).float().mean() > 0.3  # by chance: 1 / 48
     assert all(p.grad is None for p in actor.parameters())
+
+
+def test_a_resumed_policy_sees_no_demonstrations(tmp_path):
+    VLA.write(tmp_path)
+    config = demonstrated("wrong")  # imitating these would be refused
+    build(config, Rank(group=alone(), timer=StateTimer(), out=tmp_path, resume=tmp_path))
+    with pytest.raises(ConfigError, match="actions"):
+        build(config, Rank(group=alone(), timer=StateTimer(), out=tmp_path, resume=None))
 
 
 def far_away(count, seed, **kwargs):

@@ -95,3 +95,16 @@ def test_a_killed_actor_is_replaced_and_a_stopped_run_continues_where_it_was(tmp
     assert normalised(out, steps) == trained[-1]  # those of the session before are in it
     counts = [row["episode/count"] for row in metrics]
     assert counts == sorted(counts)
+
+
+def test_two_runs_of_one_seed_without_staleness_end_with_the_same_bits(tmp_path):
+    settings = {**SMALL, "steps": 4, "eval.every": 0, "eval.episodes": 1, "buffer.max_staleness": 0}
+    files = ("policy", "critic", "optimizer")
+    ends = []
+    for name in ("first", "second"):
+        out = tmp_path / name
+        done = run("run", "cartpole", *overrides(settings), "--out", str(out))
+        assert done.returncode == 0, done.stdout + done.stderr
+        ends.append([(out / "checkpoints" / "step_4" / f"{file}.safetensors").read_bytes() for file in files])
+    assert ends[0] == ends[1]
+    assert normalised(out, 4) > 400

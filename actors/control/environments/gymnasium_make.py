@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import importlib.util
 import os
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 
 import gymnasium
 import torch
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import DependencyNotInstalled, Error, UnregisteredEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
@@ -59,6 +61,9 @@ def make_gymnasium(
         hint = f"; did you mean 'gymnasium:{near[0]}'?" if near else ""
         raise ConfigError(f"env.id = {config.id!r}: {error}{hint}") from None
     except (DependencyNotInstalled, ModuleNotFoundError) as error:
+        if getattr(error, "name", None) == env_id.rpartition(":")[0].partition(".")[0]:
+            where = "the working directory, beside the configuration file, and PYTHONPATH"
+            raise ConfigError(f"env.id = {config.id!r}: {error}; it is looked for in {where}") from None
         raise ConfigError(
             f"env.id = {config.id!r}: a package is missing: pip install 'async-rl[control]' ({error})"
         ) from None
@@ -73,7 +78,7 @@ def _make(
     config: EnvConfig, env_id: str, num_envs: int, kwargs: dict[str, Any], alike: bool
 ) -> VectorEnv[Any, Any, Any]:
     mode = _MODES[config.autoreset]
-    spec = gymnasium.spec(env_id)
+    spec = _spec(env_id)
     if "mujoco" in str(spec.entry_point) and importlib.util.find_spec("mujoco") is not None:
         import mujoco  # else each environment repeats its warnings, and writes them into a file in the current folder
 
@@ -116,5 +121,12 @@ def _limit(config: EnvConfig, env: VectorEnv[Any, Any, Any]) -> int | None:
     given = config.kwargs.get("max_episode_steps")
     if given is not None:
         return int(given)
-    spec = gymnasium.spec(config.id.removeprefix("gymnasium:"))
-    return spec.max_episode_steps
+    return _spec(config.id.removeprefix("gymnasium:")).max_episode_steps
+
+
+def _spec(env_id: str) -> EnvSpec:
+    """What is registered under ``ID`` or, as gymnasium has it, ``module:ID``: importing the module registers it."""
+    module, _, name = env_id.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    return gymnasium.spec(name)

@@ -1,0 +1,150 @@
+"""What is checked before anything starts, and what a resumed run must have."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from async_rl.config import parse_config
+from async_rl.errors import ConfigError
+from async_rl.launch import preflight
+from async_rl.launch.session import _configure
+from async_rl.runfolder import CHECKPOINT_FILES, MODEL_FILES
+
+
+def test_a_folder_with_files_is_refused_and_an_empty_one_taken(tmp_path):
+    assert preflight.prepare_out(tmp_path / "new") == tmp_path / "new"
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "x").touch()
+    with pytest.raises(ConfigError, match=r"not empty.*--resume"):
+        preflight.prepare_out(tmp_path / "used")
+    with pytest.raises(ConfigError, match="a file of this name"):
+        preflight.prepare_out(tmp_path / "used" / "x")
+
+
+def test_a_port_that_is_taken_is_named_before_a_process_starts():
+    import socket
+
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        with pytest.raises(ConfigError, match=r"buffer.bind.*in use.*another port"):
+            preflight.check_address(f"tcp://127.0.0.1:{holder.getsockname()[1]}", insecure=False)
+
+
+def test_addresses_that_others_can_reach_need_consent():
+    preflight.check_address("tcp://127.0.0.1:*", insecure=False)
+    preflight.check_address("tcp://0.0.0.0:*", insecure=True)
+    with pytest.raises(ConfigError, match="insecure"):
+        preflight.check_address("tcp://0.0.0.0:*", insecure=False)
+    with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
+        preflight.check_address("127.0.0.1:80", insecure=False)
+    with pytest.raises(ConfigError, match="as the learner host printed it"):
+        preflight.check_connect("tcp://*:80")
+
+
+def test_a_verifier_is_imported_in_another_process_and_its_fault_named(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(prompts, completions):\n    return []\nnumber = 3\n")
+    env = preflight.child_environment(os.environ, tmp_path)
+    preflight.check_verifier("mine:score", env)
+    for spec, fault in {
+        "mine": "module:function",
+        "mine:missing": "AttributeError",
+        "mine:number": "number is no function",
+        "absent:score": "No module named 'absent'",
+    }.items():
+        with pytest.raises(ConfigError, match=fault):
+            preflight.check_verifier(spec, env)
+
+
+@pytest.mark.parametrize(
+    ("files", "fault"),
+    [
+        ({}, "no config.json"),
+        ({"config.json": "{}"}, "safetensors"),
+        ({"config.json": "{}", "m.safetensors": ""}, "tokenizer"),
+        ({"config.json": "{}", "m.safetensors": "", "tokenizer.json": ""}, "names no architecture"),
+        (
+            {"config.json": '{"architectures": ["BertModel"]}', "m.safetensors": "", "tokenizer.json": ""},
+            "no causal language model",
+        ),
+    ],
+)
+def test_a_model_folder_is_checked_before_it_is_loaded(tmp_path, files, fault):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=fault):
+        preflight.check_model_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"eos_token_id": None}, "has an eos_token_id; add one"),
+        ({"vocab_size": None}, "vocab_size = None"),
+        ({"n_positions": None}, "max_position_embeddings = None"),
+        ({"n_positions": 16}, "reads at most 16 tokens"),
+    ],
+)
+def test_what_a_run_reads_from_the_models_configuration_is_checked_first(tmp_path, change, fault):
+    # the names of GPT-2
+    model = {"architectures": ["GPT2LMHeadModel"], "eos_token_id": 2, "vocab_size": 128, "n_positions": 17}
+    for name in ("m.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    preflight.check_model_folder(tmp_path)
+    preflight.check_limits(parse_config({}), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(model | change))
+    with pytest.raises(ConfigError, match=fault):
+        preflight.check_limits(parse_config({}), tmp_path)
+
+
+def test_what_the_user_has_set_in_the_environment_stays(tmp_path):
+    env = preflight.child_environment({"OMP_NUM_THREADS": "7", "PYTHONPATH": "/x"}, tmp_path)
+    assert (env["OMP_NUM_THREADS"], env["OMP_WAIT_POLICY"], env["HF_HUB_OFFLINE"]) == ("7", "PASSIVE", "1")
+    assert env["PYTHONPATH"] == os.pathsep.join([os.getcwd(), str(tmp_path), "/x"])
+
+
+def test_a_run_that_still_goes_on_cannot_be_resumed_beside_itself(tmp_path):
+    (tmp_path / "config.toml").write_text("")
+    arguments = ["-m", "async_rl.buffer.server", str(tmp_path / "config.toml")]
+    code = "import sys; print(1, flush=True); sys.stdin.read()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=pipe, stdout=pipe) as server:
+        assert server.stdout.readline()
+        (tmp_path / "server.json").write_text(json.dumps({"pid": server.pid}))
+        with pytest.raises(ConfigError, match=f"its run still goes on .server process {server.pid}."):
+            _configure(None, [], None, tmp_path)
+        server.stdin.close()
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
+        _configure(None, [], None, tmp_path)
+
+
+def test_resume_needs_a_complete_checkpoint_and_the_same_contract(tmp_path):
+    from async_rl.config import parse_config, to_toml
+
+    config = parse_config({"steps": 10})
+    with pytest.raises(ConfigError, match="no run folder"):
+        _configure(None, [], None, tmp_path)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    model = MODEL_FILES[0]
+    for step, names in {4: (*CHECKPOINT_FILES, model), 8: (*CHECKPOINT_FILES[1:], model), 9: CHECKPOINT_FILES}.items():
+        folder = tmp_path / "checkpoints" / f"step_{step}"
+        (folder / "hf").mkdir(parents=True)
+        for name in names:
+            (folder / name).write_text(json.dumps({}))
+    resumed, folder, checkpoint = _configure(None, ["steps=12"], None, tmp_path)
+    assert (resumed.steps, folder, checkpoint) == (12, tmp_path, tmp_path / "checkpoints" / "step_4")
+    with pytest.raises(ConfigError, match="must stay as in"):
+        _configure(None, ["seed=1"], None, tmp_path)
+    with pytest.raises(ConfigError, match="all 4 steps are done"):
+        _configure(None, ["steps=4"], None, tmp_path)
+    with pytest.raises(ConfigError, match="leave --out away"):
+        _configure(None, [], tmp_path / "other", tmp_path)
+    (tmp_path / "server.json").write_text(json.dumps({"pid": os.getpid()}))  # a number that another program has now
+    assert _configure(None, [], None, tmp_path)[1] == tmp_path
+    (tmp_path / "checkpoints/step_4/hf/model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ConfigError, match=r"step_4/hf/model\.safetensors is no safetensors file"):
+        _configure(None, [], None, tmp_path)

@@ -1,0 +1,78 @@
+"""The launcher that is interrupted once, twice, or at the wrong moment."""
+
+import os
+import signal
+import time
+
+from launch_helpers import STAND_IN, Line
+
+from async_rl.launch import launcher as launcher_module
+from async_rl.launch.interrupts import Interrupts
+
+
+def test_the_first_interrupt_asks_the_server_to_stop_and_the_run_counts_as_stopped(launch):
+    with Interrupts() as interrupts:
+
+        def turn(line):
+            if line.turns == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        ran = launch(turn, interrupts=interrupts)
+    assert (ran.outcome.status, ran.outcome.exit_code) == ("stopped", 130)
+    assert [kind for kind, _ in ran.line.sent] == ["stop"]
+
+
+def test_an_interrupt_during_the_last_evaluation_does_not_turn_a_completed_run_into_a_stopped_one(launch, tmp_path):
+    with Interrupts() as interrupts:
+
+        def turn(line):
+            if line.turns == 2:
+                (tmp_path / "books.json").write_text('{"status": "completed"}')
+                os.kill(os.getpid(), signal.SIGINT)
+
+        ran = launch(turn, interrupts=interrupts)
+    assert (ran.outcome.status, ran.outcome.exit_code) == ("completed", 0)
+
+
+def test_sigterm_is_like_the_first_interrupt_with_its_own_exit_code(launch):
+    with Interrupts() as interrupts:
+        ran = launch(lambda line: line.turns == 2 and os.kill(os.getpid(), signal.SIGTERM), interrupts=interrupts)
+    assert (ran.outcome.status, ran.outcome.exit_code) == ("stopped", 143)
+
+
+def test_an_error_after_a_wish_to_stop_is_not_waited_for_as_long_as_a_checkpoint(launch, monkeypatch):
+    monkeypatch.setattr(launcher_module, "FAILED_S", 0.3)
+    monkeypatch.setattr(Line, "end_all", lambda *_: None)  # nobody leaves by itself
+    with Interrupts() as interrupts:
+
+        def turn(line):
+            assert line.turns < 300, "it still waits"
+            line.queue.clear()
+            if line.turns == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            if line.turns == 4:
+                line.queue.append(({"type": "stop", "reason": "nobody holds a ticket", "error": True}, []))
+
+        ran = launch(turn, interrupts=interrupts)
+    assert (ran.outcome.status, ran.outcome.reason) == ("failed", "nobody holds a ticket")
+
+
+def test_the_second_interrupt_kills_even_what_ignores_signals(launch, tmp_path, monkeypatch):
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + STAND_IN
+    monkeypatch.setattr(Line, "end_all", lambda *_: None)
+    with Interrupts() as interrupts:
+        asked = []
+
+        def turn(line):
+            line.queue.clear()
+            # once they say that they are up, they ignore SIGTERM
+            logs = [log.read_text() for log in (tmp_path / "logs").glob("*.log")]
+            if len(asked) < 2 and len(logs) == 4 and all("is up" in text for text in logs):
+                asked.append(time.monotonic())
+                os.kill(os.getpid(), signal.SIGINT)
+
+        ran = launch(turn, code=stubborn, interrupts=interrupts)
+        ended = time.monotonic()
+    assert ran.outcome.status == "stopped"
+    assert ended - asked[0] < 3.5
+    assert all(child.exit_code == -signal.SIGKILL for child in ran.launcher.children)
