@@ -83,7 +83,7 @@ class Run:
         what = ["--resume", str(self.out)] if resume else [self.preset, "--out", str(self.out)]
         sets = [] if resume else [word for setting in self.settings for word in ("--set", setting)]
         log = (self.out.parent / f"{self.out.name}.log").open("ab")
-        command = [sys.executable, "-m", "async_rl.cli", "run", *what, *sets]
+        command = [sys.executable, "-m", "async_rl", "run", *what, *sets]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         log.close()
 

@@ -86,7 +86,7 @@ def main(
     folder = out.resolve() / "run"
     sets = [word for setting in (*_SETTINGS, *(settings or [])) for word in ("--set", setting)]
     with (out / "run.log").open("wb") as log:
-        command = [sys.executable, "-m", "async_rl.cli", "run", preset, "--out", str(folder), *sets]
+        command = [sys.executable, "-m", "async_rl", "run", preset, "--out", str(folder), *sets]
         run = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     samples: dict[tuple[str, int], list[Sample]] = {}
     began = time.monotonic()

@@ -131,7 +131,7 @@ class EventLog:
         """Raise what the thread met, once."""
         if self._writing is not None and self._writing.done():
             done, self._writing = self._writing, None
-            done.result()
+            done.result(timeout=0)
             self._has_warned = False
 
     def _begin_events(self) -> None:

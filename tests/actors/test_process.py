@@ -29,7 +29,7 @@ def events(monkeypatch):
     happened = []
 
     class Client:
-        def __init__(self, address, role, name, contract, stage):
+        def __init__(self, address, role, name, contract, stage, keys):
             self.hello = (address, role, name, stage)
             happened.append("open")
 

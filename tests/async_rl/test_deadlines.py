@@ -75,6 +75,8 @@ def fault(call: ast.Call, file: str) -> str:
         return "" if file == "learner/group.py" else "collectives belong into LearnerGroup, which has their deadline"
     if name == "init_process_group":
         return "" if "timeout" in keywords else "no timeout"
+    if name == "create_connection" and len(call.args) > 1:
+        return ""  # the second one is its limit
     if owner in ("subprocess", "urllib.request", "socket") and name in FUNCTIONS_WITH_TIMEOUT:
         return "" if has_timeout else "no timeout"
     if owner == "time" and name == "sleep":
@@ -155,6 +157,7 @@ def test_a_call_without_a_deadline_is_found(source):
         "condition.wait_for(ready, 1.0)",
         "future.result(timeout=0)",
         "subprocess.run(['ls'], timeout=3)",
+        "socket.create_connection(address, 3.0)",
         "settings.get('queue')",
         "poller.poll(10)",
         "selector.select(1.0)",

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from async_rl.config import parse_config
+from async_rl.config import BufferConfig, parse_config
 from async_rl.errors import ConfigError
 from async_rl.launch import preflight
 from async_rl.launch.session import _configure
@@ -31,18 +31,18 @@ def test_a_port_that_is_taken_is_named_before_a_process_starts():
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         with pytest.raises(ConfigError, match=r"buffer.bind.*in use.*another port"):
-            preflight.check_address(f"tcp://127.0.0.1:{holder.getsockname()[1]}", insecure=False)
+            preflight.check_address(BufferConfig(bind=f"tcp://127.0.0.1:{holder.getsockname()[1]}"))
 
 
 def test_addresses_that_others_can_reach_need_consent():
-    preflight.check_address("tcp://127.0.0.1:*", insecure=False)
-    preflight.check_address("tcp://0.0.0.0:*", insecure=True)
+    preflight.check_address(BufferConfig(bind="tcp://127.0.0.1:*"))
+    preflight.check_address(BufferConfig(bind="tcp://0.0.0.0:*", insecure=True))
     with pytest.raises(ConfigError, match="insecure"):
-        preflight.check_address("tcp://0.0.0.0:*", insecure=False)
+        preflight.check_address(BufferConfig(bind="tcp://0.0.0.0:*"))
     with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
-        preflight.check_address("127.0.0.1:80", insecure=False)
+        preflight.check_address(BufferConfig(bind="127.0.0.1:80"))
     with pytest.raises(ConfigError, match="as the learner host printed it"):
-        preflight.check_connect("tcp://*:80")
+        preflight.check_connect("tcp://*:80", "")
 
 
 def test_a_verifier_is_imported_in_another_process_and_its_fault_named(tmp_path):

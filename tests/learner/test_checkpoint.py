@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from server_part import server_part
 from token_domains import counters, domain_of
 
 from async_rl.config import parse_config
@@ -19,11 +20,6 @@ CONFIG = parse_config({"learner": {"lr": 2e-4}})
 
 def state_at(step):
     return counters(step, CONFIG.contract_hash(), lr=2e-4, skipped_in_row=1.0)
-
-
-def server_part(folder):
-    (folder / "ledger.json").write_text("{}")
-    (folder / "groups.bin").write_bytes(b"")
 
 
 def train(updater, make_groups, make_mini_batch, steps):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import Oracle
+from server_part import server_part
 from token_domains import counters, domain_of
 
 from async_rl.data import make_group, token_trajectory
@@ -131,7 +132,7 @@ def test_a_resumed_learner_with_critic_and_adaptive_kl_continues_bit_by_bit(
     straight = build(make_model())
     train(straight, range(2))
     state = counters(2, kl_coef=straight.kl_coef)
-    folder = Checkpoints(tmp_path, 2).save(state, domain_of(straight), lambda _: None)
+    folder = Checkpoints(tmp_path, 2).save(state, domain_of(straight), server_part)
     train(straight, range(2, 5))
     assert 0.1 != state.numbers["kl_coef"] != straight.kl_coef
 
@@ -146,14 +147,14 @@ def test_a_resumed_learner_with_critic_and_adaptive_kl_continues_bit_by_bit(
 
 def test_a_checkpoint_without_the_critic_is_refused(tmp_path, make_updater):
     state = counters(2)
-    folder = Checkpoints(tmp_path, 2).save(state, domain_of(make_updater()), lambda _: None)
+    folder = Checkpoints(tmp_path, 2).save(state, domain_of(make_updater()), server_part)
     with pytest.raises(ConfigError, match=r"critic\.safetensors does not fit the critic"):
         load_tensors(folder, make_updater(algorithm={"name": "ppo"}))
 
 
 def test_a_checkpoint_with_a_critic_does_not_resume_without_one(tmp_path, make_updater):
     state = counters(2)
-    folder = Checkpoints(tmp_path, 2).save(state, domain_of(make_updater(algorithm={"name": "ppo"})), lambda _: None)
+    folder = Checkpoints(tmp_path, 2).save(state, domain_of(make_updater(algorithm={"name": "ppo"})), server_part)
     with pytest.raises(ConfigError, match=r"of a run with another algorithm\.advantage or algorithm\.critic"):
         load_tensors(folder, make_updater())
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from server_part import server_part
 from token_domains import counters, domain_of
 
 from learner.checkpoint import Checkpoints
@@ -75,10 +76,10 @@ def test_a_checkpoint_that_is_written_meanwhile_is_the_same(
     updater = make_updater(make_model(tied=tied), reference_model=make_model(seed=7), algorithm=PPO)
     train_step(updater._config, updater, [make_mini_batch(make_groups(3))], 0)
     state = counters(1)
-    Checkpoints(tmp_path / "here", 1).save(state, domain_of(updater), lambda _: None)
+    Checkpoints(tmp_path / "here", 1).save(state, domain_of(updater), server_part)
     for part in updater._parts:
         part.offload()
-    Checkpoints(tmp_path / "away", 1).save(state, domain_of(updater), lambda _: None)
+    Checkpoints(tmp_path / "away", 1).save(state, domain_of(updater), server_part)
     files = [p.relative_to(tmp_path / "here") for p in (tmp_path / "here").rglob("*") if p.is_file()]
     assert {"model.safetensors", "critic.safetensors", "optimizer.safetensors"} <= {p.name for p in files}
     for file in files:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from server_part import server_part
 from token_domains import counters
 
 from async_rl.config import parse_config
@@ -53,11 +54,6 @@ class Run:
 
     def names(self):
         return sorted(p.name for p in (self.out / "checkpoints").iterdir())
-
-
-def server_part(folder):
-    (folder / "ledger.json").write_text("{}")
-    (folder / "groups.bin").write_bytes(b"")
 
 
 @pytest.fixture
