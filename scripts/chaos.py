@@ -335,9 +335,12 @@ def verdict(run: Run, undisturbed: dict[str, float]) -> list[str]:
         losses.append(f"{len(uses)} tasks are in batches.jsonl, the books say {counts['trained']}")
     if counts["issued"] != sum(counts.values()) - counts["issued"]:
         losses.append(f"the books do not close: {counts}")
-    unfinished = books["ordinals"] - counts["trained"] - sum(books["filtered"].values())
-    if unfinished != books["unfinished"]:
-        losses.append(f"{unfinished} tasks are neither trained nor filtered, the books know of {books['unfinished']}")
+    tasks = books["tasks"]
+    if tasks["begun"] != sum(tasks.values()) - tasks["begun"] or tasks["held"] or tasks["waiting"]:
+        losses.append(f"a task was lost: {tasks}")
+    outside = [ordinal for ordinal in uses if not 0 <= ordinal < tasks["begun"]]
+    if outside:
+        losses.append(f"{len(outside)} trained tasks were never begun, such as ordinal {outside[0]}")
     if books["staleness"]["max"] > books["staleness"]["bound"]:
         losses.append(f"age {books['staleness']['max']} passed the bound {books['staleness']['bound']}")
     ours = last_evaluation(run.out)

@@ -114,6 +114,7 @@ class Account:
             "group": self.group,
             "notices": self.notices,
             "books": ledger.books(),
+            "tasks": ledger.tasks(),
             "filtered": dict(ledger.filtered),
             "failed": dict(ledger.failed),
             "refused": dict(self._refused),

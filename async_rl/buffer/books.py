@@ -36,6 +36,10 @@ class Books:
         """Heap of (ordinal, next attempt, task, draw) to be issued before fresh ordinals."""
         self.leases: Counter[str] = Counter()
         """Open attempts by actor."""
+        self.next_ordinal = 0
+        """The task stream was read up to here."""
+        self.abandoned = 0
+        """Tasks that were not done when the run ended."""
         self.held_bytes = 0
         self.issued = 0
         self.trained = 0
@@ -70,6 +74,18 @@ class Books:
             "trained": self.trained,
             "filtered": self.filtered.total(),
             "failed": self.failed.total(),
+        }
+
+    def tasks(self) -> dict[str, int]:
+        """The same by ordinal: each that was begun is in one place."""
+        held = self.outstanding + sum(map(len, self.delivered.values()))
+        return {
+            "begun": self.next_ordinal,
+            "held": held,
+            "waiting": len(self.retry),
+            "trained": self.trained,
+            "filtered": self.filtered.total(),
+            "abandoned": self.abandoned,
         }
 
     # ------------------------------------------------------------------ transitions
@@ -126,10 +142,12 @@ class Books:
         entry.group, entry.nbytes = None, 0
 
     def check(self) -> None:
-        """Raise :class:`RuntimeError` unless the books close."""
-        books = self.books()
+        """Raise :class:`RuntimeError` unless the books close, by attempts and by tasks."""
+        books, tasks = self.books(), self.tasks()
         if books["issued"] != sum(books.values()) - books["issued"]:
             raise RuntimeError(f"the books do not close: {books}")
+        if tasks["begun"] != sum(tasks.values()) - tasks["begun"]:
+            raise RuntimeError(f"a task is in no place, or in two: {tasks}")
 
     # ------------------------------------------------------------------ restored
 

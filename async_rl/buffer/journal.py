@@ -54,6 +54,7 @@ def freeze(ledger: Ledger) -> Frozen:
         "epoch": ledger.epoch,
         "next_step": ledger.next_step,
         "next_ordinal": ledger.next_ordinal,
+        "abandoned": ledger.abandoned,
         "issued": ledger.issued,
         "trained": ledger.trained,
         "filtered": dict(ledger.filtered),
@@ -151,7 +152,7 @@ def _entry(row: list[Any], rules: Rules) -> Entry:
 def _restore_counts(fields: dict[str, Any], ledger: Ledger) -> None:
     ledger.version = ledger.next_step = int(fields["version"])
     ledger.epoch = int(fields["epoch"])
-    ledger.next_ordinal = int(fields["next_ordinal"])
+    ledger.next_ordinal, ledger.abandoned = int(fields["next_ordinal"]), int(fields["abandoned"])
     ledger.issued, ledger.trained = int(fields["issued"]), int(fields["trained"])
     ledger.filtered.update(fields["filtered"])
     ledger.failed.update(fields["failed"])

@@ -56,7 +56,6 @@ class Ledger(Books):
         """Steps trained, which is the newest version."""
         self.next_step = 0
         """Next step to deliver."""
-        self.next_ordinal = 0
         self.epoch = 0
         """Rewinds to an earlier step."""
         self.notes: dict[str, Any] = {}
@@ -319,7 +318,9 @@ class Ledger(Books):
             self.ready.pop(entry.ordinal, None)
             self._retire(entry)
         lost = self._take_back([e for e in left if not e.uses], reason)
+        self.abandoned += len(self.retry)
         self.retry.clear()
+        self.check()
         return lost
 
     # ------------------------------------------------------------------ what the service says

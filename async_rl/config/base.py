@@ -53,7 +53,7 @@ class BufferConfig(Section):
     """Replace groups whose rewards are all equal by fresh ones (dynamic sampling)."""
     lease_s: float = Field(120.0, gt=0)
     """An actor must return a ticket within this time, or it is reissued."""
-    heartbeat_s: float = Field(5.0, gt=0)
+    heartbeat_s: float = Field(10.0, gt=0)
     """A client that has died or is frozen is noticed within this time: it beats three times in it."""
     watchdog_s: float = Field(120.0, gt=0)
     """After this time without an accepted group the oldest tickets are printed and reissued."""
