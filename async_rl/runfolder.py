@@ -99,12 +99,16 @@ class RunFolder:
     def _rows(self, name: str, form: Form) -> list[Row]:
         return [row for raw in read_jsonl(self.path / f"{name}.jsonl") if (row := form(raw)) is not None]
 
-    def latest_checkpoint(self) -> Path | None:
-        """The complete checkpoint of the highest step, or ``None``."""
+    def checkpoints(self) -> list[Path]:
+        """The complete checkpoints, the one of the highest step first."""
         found: list[tuple[int, Path]] = []
         for folder in self.path.glob("checkpoints/step_*"):
             match = re.fullmatch(r"step_(\d+)", folder.name)
             whole = all((folder / name).is_file() for name in CHECKPOINT_FILES)
             if match and whole and any((folder / name).is_file() for name in MODEL_FILES):
                 found.append((int(match[1]), folder))
-        return max(found)[1] if found else None
+        return [folder for _, folder in sorted(found, reverse=True)]
+
+    def latest_checkpoint(self) -> Path | None:
+        """The complete checkpoint of the highest step, or ``None``."""
+        return next(iter(self.checkpoints()), None)

@@ -119,14 +119,15 @@ def main(
     draw = random.Random(seed)
     began = time.monotonic()
     run.start(resume=False)
+    losses = []
     try:
         bombard(run, draw, kills, stops, [r for r in roles.split(",") if r], console)
         wait(lambda: run.ended, "the end of the run", 4 * PATIENCE_S)
     except LostError as error:
-        console.print(f"[red]lost[/red]: {error}")
+        losses.append(str(error))
     finally:
-        losses = end(run)
-    undisturbed = last_evaluation(undisturbed_run(run, out)) if baseline else {}
+        losses += end(run)
+    undisturbed = last_evaluation(undisturbed_run(run, out)) if baseline and not losses else {}
     losses += verdict(run, undisturbed)
     if len(run.faults) < kills or any(f.recovered_s is None for f in run.faults):
         losses.append(f"{sum(f.recovered_s is not None for f in run.faults)} of {kills} faults were recovered from")
@@ -193,9 +194,7 @@ def inject(run: Run, fault: Fault, pid: int) -> None:
 
     def replaced() -> bool:
         if run.ended:
-            raise LostError(
-                f"the run ended after {fault.signal} of {fault.role}; see {run.out.parent / run.out.name}.log"
-            )
+            raise LostError(f"the run ended after {fault.signal} of {fault.role}; see {run.out}.log")
         now = set(by_role(run).get(fault.role, ()))
         # the launcher replaces one process by one; a pool of verifiers grows again when it is needed
         back = fault.signal == "STOP" or fault.role == "verifier" or (len(now) >= len(before) and pid not in now)

@@ -98,9 +98,8 @@ class Server:
             before = read_json(out / "server.json") if recover else {}
             self._socket = self._bind(str(before.get("address", config.buffer.bind)), patient=recover)
             opened = open_ledger(config, limits, out, resume, recover=recover)
-            if resume is not None or recover:
-                keep_lines(self._files, opened.ledger)
-                self._files.mend("timeline")
+            keep_lines(self._files, opened.ledger)
+            self._files.mend("timeline")
             self.run_id = str(before.get("run_id", uuid.uuid4().hex[:12]))
             self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
             self.service = Service(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from async_rl.buffer import journal
 from async_rl.config import AnyConfig, Config, ControlConfig, RunConfig, load_any, to_toml
 from async_rl.control.spaces import Spaces
 from async_rl.curve import ClientKeys
@@ -109,22 +110,42 @@ def _configure(
     if not (resume / "config.toml").is_file():
         raise ConfigError(f"--resume {resume}: no config.toml there, so it is no run folder")
     _refuse_running(resume)
-    checkpoint = RunFolder(resume).latest_checkpoint()
-    if checkpoint is None:
-        raise ConfigError(f"--resume {resume}: no complete checkpoint in {resume / 'checkpoints'}; start the run again")
     config = load_any(source or str(resume / "config.toml"), overrides)
     before = load_any(str(resume / "config.toml"))
     if config.contract_hash() != before.contract_hash():
         what = "environment, observations, networks, episodes" if config.is_control else _TOKEN_CONTRACT
         raise ConfigError(f"--resume {resume}: {what} and seed must stay as in {resume / 'config.toml'}")
+    checkpoint = _newest_whole(resume, is_control=config.is_control)
+    if checkpoint is None:
+        print(f"--resume {resume}: it ended before its first checkpoint, so it begins again", flush=True)
+        return config, resume.resolve(), None
     _refuse_other_networks(config, resume, checkpoint)
     done = int(checkpoint.name.removeprefix("step_"))
     if done >= config.steps:
         raise ConfigError(
             f"--resume {resume}: all {config.steps} steps are done; go further with --set steps={2 * done}"
         )
-    num_parameters(checkpoint if config.is_control else checkpoint / "hf")  # the files are whole
     return config, resume.resolve(), checkpoint.resolve()
+
+
+def _newest_whole(resume: Path, *, is_control: bool) -> Path | None:
+    """The newest checkpoint whose files can be read; those that cannot are named and passed over.
+
+    Raises:
+        ConfigError: there are checkpoints, but none is whole.
+    """
+    damaged: ConfigError | None = None
+    for checkpoint in RunFolder(resume).checkpoints():
+        try:
+            num_parameters(checkpoint if is_control else checkpoint / "hf")
+            journal.load(checkpoint)
+            return checkpoint
+        except ConfigError as error:
+            print(f"async-rl: warning: {checkpoint} is passed over: {error}", flush=True)
+            damaged = error
+    if damaged is not None:
+        raise ConfigError(f"--resume {resume}: none of its checkpoints is whole; start a new run ({damaged})")
+    return None
 
 
 def _refuse_other_networks(config: AnyConfig, resume: Path, checkpoint: Path) -> None:

@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from buffer_helpers import ledger
 
+from async_rl.buffer import journal
 from async_rl.config import BufferConfig, parse_config
 from async_rl.errors import ConfigError
 from async_rl.launch import preflight
@@ -118,8 +120,15 @@ def test_a_run_that_still_goes_on_cannot_be_resumed_beside_itself(tmp_path):
         with pytest.raises(ConfigError, match=f"its run still goes on .server process {server.pid}."):
             _configure(None, [], None, tmp_path)
         server.stdin.close()
-    with pytest.raises(ConfigError, match="no complete checkpoint"):
-        _configure(None, [], None, tmp_path)
+    assert _configure(None, [], None, tmp_path)[2] is None
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, capsys):
+    (tmp_path / "config.toml").write_text("steps = 7")
+    (tmp_path / "batches.jsonl").write_text("{}\n")
+    config, folder, checkpoint = _configure(None, [], None, tmp_path)
+    assert (config.steps, folder, checkpoint) == (7, tmp_path, None)
+    assert "ended before its first checkpoint, so it begins again" in capsys.readouterr().out
 
 
 def test_resume_needs_a_complete_checkpoint_and_the_same_contract(tmp_path):
@@ -135,6 +144,9 @@ def test_resume_needs_a_complete_checkpoint_and_the_same_contract(tmp_path):
         (folder / "hf").mkdir(parents=True)
         for name in names:
             (folder / name).write_text(json.dumps({}))
+        journal.save(journal.freeze(ledger()), folder)
+        if "ledger.json" not in names:
+            (folder / "ledger.json").unlink()
     resumed, folder, checkpoint = _configure(None, ["steps=12"], None, tmp_path)
     assert (resumed.steps, folder, checkpoint) == (12, tmp_path, tmp_path / "checkpoints" / "step_4")
     with pytest.raises(ConfigError, match="must stay as in"):
@@ -145,6 +157,25 @@ def test_resume_needs_a_complete_checkpoint_and_the_same_contract(tmp_path):
         _configure(None, [], tmp_path / "other", tmp_path)
     (tmp_path / "server.json").write_text(json.dumps({"pid": os.getpid()}))  # a number that another program has now
     assert _configure(None, [], None, tmp_path)[1] == tmp_path
-    (tmp_path / "checkpoints/step_4/hf/model.safetensors").write_bytes(b"cut")
-    with pytest.raises(ConfigError, match=r"step_4/hf/model\.safetensors is no safetensors file"):
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_if_none_is_whole_that_is_said(tmp_path, capsys):
+    from async_rl.config import parse_config, to_toml
+
+    (tmp_path / "config.toml").write_text(to_toml(parse_config({"steps": 10})))
+    for step in (2, 4, 6):
+        folder = tmp_path / "checkpoints" / f"step_{step}"
+        (folder / "hf").mkdir(parents=True)
+        for name in (*CHECKPOINT_FILES, MODEL_FILES[0]):
+            (folder / name).write_text(json.dumps({}))
+        journal.save(journal.freeze(ledger()), folder)
+    (tmp_path / "checkpoints/step_6/hf/model.safetensors").write_bytes(b"cut")
+    (tmp_path / "checkpoints/step_4/groups.bin").write_bytes(b"cut")
+    assert _configure(None, [], None, tmp_path)[2] == tmp_path / "checkpoints" / "step_2"
+    said = capsys.readouterr().out
+    assert "step_6 is passed over" in said
+    assert "model.safetensors is no safetensors file" in said
+    assert "step_4 is passed over" in said
+    (tmp_path / "checkpoints/step_2/ledger.json").write_text("{")
+    with pytest.raises(ConfigError, match="none of its checkpoints is whole"):
         _configure(None, [], None, tmp_path)
