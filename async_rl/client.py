@@ -30,7 +30,7 @@ from async_rl.data import Annotation, Group
 from async_rl.errors import DeadlineError
 from async_rl.inbox import Inbox, Message
 from async_rl.process import host_id
-from async_rl.protocol import PROTOCOL_VERSION, Role
+from async_rl.protocol import PROTOCOL_VERSION, Role, is_answer
 from async_rl.wire import SCHEMA_VERSION, Header
 
 _LOOK_S = 0.5
@@ -208,10 +208,10 @@ class Client:
             for header, frames in self._take(min(left_s, _LOOK_S)):
                 if header["type"] == "stop":
                     raise Stopped(str(header.get("reason", "")), bool(header.get("error", False)))
-                if header["type"] == answer and found is None:
-                    found = (header, frames)
-                else:
+                if header["type"] != answer:
                     self._held.append((header, frames))
+                elif is_answer(fields, header):  # another one is a repeated answer to an earlier question
+                    found = (header, frames)
             if found is not None:
                 return found
             if give_up():

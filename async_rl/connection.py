@@ -28,7 +28,7 @@ from async_rl.data import Annotation, Group
 from async_rl.errors import DeadlineError, HandshakeError, WireError
 from async_rl.inbox import Inbox
 from async_rl.process import cpu_seconds, rss_bytes
-from async_rl.protocol import BEATS_PER_PERIOD, SERVER_GONE_S
+from async_rl.protocol import BEATS_PER_PERIOD, SERVER_GONE_S, is_answer
 from async_rl.wire import (
     LIMITS,
     SCHEMA_VERSION,
@@ -44,13 +44,13 @@ Payload = Sequence[Group | Annotation]
 _LINGER_MS = 1000
 _JOIN_S = 5.0
 _IDLE_S = 1.0
-_DISMISSED = ("hello", "replaced", "ahead")
+_DISMISSED = ("hello", "replaced", "ahead", "over")
 _HELLO_AGAIN_S = 5.0
 """A first hello without an answer is said again: a server that died may have taken it with it."""
 _COPY_BELOW = 65_536
 """Frames smaller than this are copied out of the socket's buffers; larger ones are used in place."""
-_STICKY = ("credit", "live", "asleep", "next", "trained", "snapshot", "eval", "done")
-"""Messages whose newest one is sent again after a break; ``live`` ends ``asleep``."""
+_STICKY = ("credit", "live", "asleep", "next", "trained", "snapshot", "eval", "done", "stop")
+"""Messages whose newest one is sent again after a break; ``live`` ends ``asleep``. ``stop`` is the user's wish."""
 _ANSWERS = {"shard": ("next",), "trained": ("trained",), "snapshot": ("snapshot",), "stop": ("next", "done")}
 """Which of them an answer settles."""
 
@@ -107,6 +107,8 @@ class Connection:
         self._joined = False
         self._over = False
         self._run_id = ""
+        self._epoch = 0
+        """Of the first welcome: what a learner publishes is of it."""
         self._seq = 0
         self._period_s = _IDLE_S
         self._next_beat = 0.0
@@ -221,8 +223,9 @@ class Connection:
                 with self._lock:
                     for ordinal, attempt, *_ in header["results"]:
                         self._unacked.pop((ordinal, attempt), None)
-            for settled in _ANSWERS.get(kind, ()):
-                self._sticky.pop(settled, None)
+            for asked in _ANSWERS.get(kind, ()):
+                if is_answer(self._sticky.get(asked, {}), header):
+                    self._sticky.pop(asked, None)
             if kind == "shard":
                 self._hello["step"] = int(header["step"]) + 1
             self._inbox.put((header, frames))
@@ -232,6 +235,12 @@ class Connection:
         self._run_id, self._period_s = str(welcome["run_id"]), float(welcome["heartbeat_s"])
         if not known:
             self._end(HandshakeError(f"the server at {self._address} has begun another run; start this process again"))
+            return
+        epoch = int(welcome.get("epoch", 0))
+        if first:
+            self._epoch = epoch
+        elif self._hello["role"] == "learner" and epoch != self._epoch:
+            self._end(HandshakeError("the run has gone back to an earlier step without this learner", "ahead"))
             return
         self._joined, self._next_beat = True, 0.0
         self.weights_address = str(welcome["weights_address"])

@@ -32,12 +32,14 @@ class WireError(AsyncRLError):
 class HandshakeError(AsyncRLError):
     """The peer refused us, or we refuse the peer: another protocol version, config or role.
 
-    ``code`` is the server's (``hello``, ``replaced``, ``ahead``), empty where the decision was ours.
+    ``code`` is the server's (``hello``, ``replaced``, ``ahead``, ``over``), empty where the decision was ours. That the
+    run is over is no failure of a process which has only come too late.
     """
 
     def __init__(self, reason: str, code: str = "") -> None:
         super().__init__(reason)
         self.code = code
+        self.exit_code = 0 if code == "over" else 1
 
 
 class WeightsError(AsyncRLError):

@@ -17,7 +17,7 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 | live | actor, evaluator | epoch, version, checksum, transfer_s, commit_s, pause_s | none: tickets count from it |
 | next | learner | step; one that is not trained yet gives the same shard again | shard, when deliverable; or stop |
 | trained | learner 0 | step (-1: only publishes the start version), manifest, stats | trained (books, after the step) |
-| snapshot | learner 0 | path: folder of the run for ``ledger.json``, ``groups.bin`` | snapshot (ok, detail) |
+| snapshot | learner 0 | path: folder of the run for ``ledger.json``, ``groups.bin`` | snapshot (path, ok, detail) |
 | eval | evaluator | epoch, version, metrics, samples | none; forwarded in shard stats |
 | done | learner 0 | stopped: true before the last step | stop: actors, after the last eval all |
 | fatal | any | reason: ends the run with this sentence | stop goes to all |
@@ -28,7 +28,7 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 | type | to | fields |
 |---|---|---|
 | welcome | any | run_id, heartbeat_s, next_step, epoch, life, start_version, manifest (or None), weights_address |
-| refused | any | reason: a sentence; code: hello, hello_first, replaced, ahead, or the fault of a message |
+| refused | any | reason: a sentence; code: hello, hello_first, replaced, ahead, over, or the fault of a message |
 | tickets | actor | tickets: list of :class:`Ticket` as lists |
 | lease | scorer | groups + frames, lease_s: to be annotated in that time, or another scorer gets them |
 | ack | actor, scorer | results: [[ordinal, attempt, outcome, reason]], see :class:`async_rl.buffer.records.Answer` |
@@ -57,6 +57,7 @@ its ``asleep`` are taken back: a ``cancel`` follows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
@@ -70,6 +71,15 @@ BEATS_PER_PERIOD = 3
 
 SERVER_GONE_S = 60.0
 """A client ends when the server has been silent for so long; a restarted one has that time to come back."""
+
+
+def is_answer(question: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
+    """Whether a message answers this question: what both name, ``step`` or ``path``, is the same.
+
+    A question that was asked twice, as after a break, is answered twice: the second answer must not be taken for that
+    of the next question.
+    """
+    return all(question[name] == answer[name] for name in ("step", "path") if name in question and name in answer)
 
 
 @dataclass(frozen=True, slots=True)

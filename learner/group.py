@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -193,8 +195,19 @@ class LearnerGroup:
 def _meeting_place(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Where the ranks of this life find each other: store, rank, world.
 
-    torchrun gives every life of a group the same store, in which the addresses of the dead still stand: each life needs
-    names of its own, or it now and then waits for a rank that is no more.
+    On one host it is a file, and the ranks talk over the loopback: torchrun's own store would listen on all interfaces,
+    and let in everybody. torchrun gives every life of a group over several hosts the same store, in which the addresses
+    of the dead still stand: each life needs names of its own, or it now and then waits for a rank that is no more.
     """
-    store, rank, world = next(rendezvous("env://", timeout=timeout))
-    return dist.PrefixStore(f"life_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), rank, world
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:
+        store, rank, world = next(rendezvous("env://", timeout=timeout))
+        return dist.PrefixStore(f"life_{life}", store), rank, world
+    for backend in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
+    # the ranks' common parent is torchrun, which draws a port for each life: no file is met twice
+    name = f"async_rl-ranks-{os.getppid()}-{os.environ.get('MASTER_PORT', '')}-{life}"
+    files = dist.FileStore(str(Path(tempfile.gettempdir()) / name), world)
+    files.set_timeout(timeout)
+    return files, rank, world

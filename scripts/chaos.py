@@ -19,17 +19,19 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from chaos_verdict import verdict
 from rich.console import Console
 from rich.table import Table
 
-from async_rl.runfolder import RunFolder, read_json, read_jsonl
+from async_rl.config import load_any
+from async_rl.launch.janitor import RUN_VARIABLE
+from async_rl.runfolder import RunFolder, read_json
 
 ROLES = {
     "server": ("async_rl.buffer.server",),
@@ -40,13 +42,13 @@ ROLES = {
     "scorer": ("actors.scorers.main",),
     "verifier": ("actors.verifiers.worker",),
     "environment": ("actors.environments.worker",),
-    "engine": ("VLLM::EngineCore",),
+    "engine": ("VLLM::EngineCore", "multiprocessing.spawn"),
 }
 """What a process is, by a word of its command line; the launcher is known by its process id."""
+POOLED = ("verifier", "environment", "engine")
+"""Children whose parents start them again when they need them, or end with them."""
 PATIENCE_S = 240.0
 """A fault from which the run has not recovered in this time is a loss."""
-TOLERANCE = {"accuracy": 0.03, "return": 25.0, "success": 0.05}
-"""How far the last evaluation may lie below the undisturbed run's."""
 _LOOK_S = 0.05
 
 
@@ -76,7 +78,9 @@ class Run:
     process: subprocess.Popen[bytes] | None = None
     faults: list[Fault] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)
-    """Processes or segments that outlived their launcher by more than 10 s."""
+    """Processes, segments or temporary files that outlived their launcher by more than 10 s."""
+    lives: set[tuple[str, str]] = field(default_factory=set)
+    """Token and temporary folder of each launcher's life, from the command line of its janitor."""
 
     def start(self, *, resume: bool) -> None:
         """Start the launcher, or start it again."""
@@ -116,10 +120,12 @@ def main(
     chosen = [f"steps={steps or max(4 * kills, preset_steps(preset))}", "checkpoint.every=5", "buffer.heartbeat_s=3"]
     chosen += ["log.wandb=false", "log.tensorboard=false", *(settings or [])]
     run = Run((out / f"{preset}-{seed}").resolve(), chosen, preset)
+    if run.out.exists():
+        raise typer.BadParameter(f"{run.out} is there from an earlier time: choose another --out or --seed")
     draw = random.Random(seed)
     began = time.monotonic()
     run.start(resume=False)
-    losses = []
+    losses: list[str] = []
     try:
         bombard(run, draw, kills, stops, [r for r in roles.split(",") if r], console)
         wait(lambda: run.ended, "the end of the run", 4 * PATIENCE_S)
@@ -127,12 +133,10 @@ def main(
         losses.append(str(error))
     finally:
         losses += end(run)
-    undisturbed = last_evaluation(undisturbed_run(run, out)) if baseline and not losses else {}
-    losses += verdict(run, undisturbed)
-    if len(run.faults) < kills or any(f.recovered_s is None for f in run.faults):
-        losses.append(f"{sum(f.recovered_s is not None for f in run.faults)} of {kills} faults were recovered from")
+    undisturbed = undisturbed_evaluation(run, out) if baseline and not losses else None
+    losses += verdict(run.out, undisturbed)
     console.print(table(run))
-    summary = summarise(run, undisturbed, losses, time.monotonic() - began)
+    summary = summarise(run, undisturbed or {}, losses, time.monotonic() - began)
     (out / f"chaos-{preset}-{seed}.json").write_text(json.dumps(summary, indent=1) + "\n")
     for name in ("wall_s", "books", "filtered", "failed", "refused", "largest_age", "bound", "evaluation"):
         console.print(f"{name}: {summary[name]}")
@@ -144,8 +148,6 @@ def main(
 
 def preset_steps(preset: str) -> int:
     """Steps that a preset makes by itself."""
-    from async_rl.config import load_any
-
     return load_any(preset).steps
 
 
@@ -162,11 +164,13 @@ def bombard(run: Run, draw: random.Random, kills: int, stops: float, roles: list
     steps = int(read_json(run.out / "books.json").get("steps", 1))
     when = sorted(draw.randrange(1, max(2, steps - 8)) for _ in range(kills))
     for count, step in enumerate(when, 1):
-        wait(lambda step=step: run.step >= step or run.ended, f"step {step}", PATIENCE_S)  # type: ignore[misc]
-        if run.ended:
-            raise LostError(f"the run ended at step {run.step}, before fault {count} of {kills}")
-        living = by_role(run)
-        role = draw.choice(sorted(r for r in living if not roles or r in roles))
+        # a process that was just killed may not be there again: then the fault comes a little later
+        wait(lambda step=step: run.ended or (run.step >= step and targets(run, roles)), f"step {step}", PATIENCE_S)  # type: ignore[misc]
+        living = targets(run, roles)
+        if run.ended or not living:
+            too_few = f"the run ended at step {run.step}, before fault {count} of {kills}"
+            raise LostError(f"{too_few}: give it more --steps" if has_completed(run) else too_few)
+        role = draw.choice(sorted(living))
         fault = Fault(step, role, "STOP" if role in ("actor", "scorer") and draw.random() < stops else "KILL")
         run.faults.append(fault)
         inject(run, fault, draw.choice(living[role]))
@@ -178,38 +182,54 @@ def bombard(run: Run, draw: random.Random, kills: int, stops: float, roles: list
 
 
 def inject(run: Run, fault: Fault, pid: int) -> None:
-    """Signal a process and wait until the run has recovered: its place is taken and a step was trained after it."""
-    began, wall = time.monotonic(), time.time()
+    """Signal a process and wait until the run has recovered: its place is taken and a step was trained after that."""
+    began = time.monotonic()
     before = set(by_role(run).get(fault.role, ()))
     if fault.signal == "STOP":
         send(pid, signal.SIGSTOP)
-        heartbeat_s = 3.0
-        wait(lambda: time.monotonic() - began > 2 * heartbeat_s, "the freeze", PATIENCE_S)
+        frozen_s = 2 * load_any(str(run.out / "config.toml")).buffer.heartbeat_s
+        wait(lambda: time.monotonic() - began > frozen_s, "the freeze", PATIENCE_S + frozen_s)
         send(pid, signal.SIGCONT)
     else:
         send(pid, signal.SIGKILL)
     if fault.role == "launcher":
         run.leftovers += gone_within(run, 10.0)
         run.start(resume=True)
+    lowest: int | None = None
 
-    def replaced() -> bool:
-        if run.ended:
-            raise LostError(f"the run ended after {fault.signal} of {fault.role}; see {run.out}.log")
+    def recovered() -> bool:
+        nonlocal lowest
+        if run.ended:  # the run may have had nothing left to do
+            return _ended_well(run, fault)
         now = set(by_role(run).get(fault.role, ()))
-        # the launcher replaces one process by one; a pool of verifiers grows again when it is needed
-        back = fault.signal == "STOP" or fault.role == "verifier" or (len(now) >= len(before) and pid not in now)
-        return back and (trained_since(run, wall) or nearly_done(run))
+        # the launcher replaces one process by one; a pool of children grows again when it is needed
+        is_back = fault.signal == "STOP" or fault.role in POOLED or (len(now) >= len(before) and pid not in now)
+        if not is_back:
+            return False
+        step = run.step  # goes back with a learner that begins at a checkpoint, and counts from there
+        lowest = step if lowest is None else min(lowest, step)
+        return step > lowest or nearly_done(run)
 
-    wait(replaced, f"recovery from {fault.signal} of {fault.role}", PATIENCE_S)
+    wait(recovered, f"recovery from {fault.signal} of {fault.role}", PATIENCE_S)
     fault.recovered_s = time.monotonic() - began
 
 
-def trained_since(run: Run, wall: float) -> bool:
-    """Whether the server has closed a step since then."""
-    try:
-        return (run.out / "batches.jsonl").stat().st_mtime > wall and (run.out / "books.json").stat().st_mtime > wall
-    except OSError:
-        return False
+def _ended_well(run: Run, fault: Fault) -> bool:
+    if has_completed(run):
+        return True
+    log = run.out.parent / f"{run.out.name}.log"
+    raise LostError(f"the run ended after {fault.signal} of {fault.role}; see {log}")
+
+
+def has_completed(run: Run) -> bool:
+    """Whether this life of the launcher has brought the run to its end."""
+    assert run.process is not None
+    return run.process.poll() == 0
+
+
+def targets(run: Run, roles: list[str]) -> dict[str, list[int]]:
+    """Process ids by role, of those roles that may be hit."""
+    return {role: pids for role, pids in by_role(run).items() if not roles or role in roles}
 
 
 def nearly_done(run: Run) -> bool:
@@ -223,6 +243,10 @@ def by_role(run: Run) -> dict[str, list[int]]:
     assert run.process is not None
     found: dict[str, list[int]] = {"launcher": [run.process.pid]} if not run.ended else {}
     for pid, command in commands(descendants(run.process.pid)):
+        if "async_rl.launch.janitor" in command:
+            _, _, after = command.partition("async_rl.launch.janitor ")
+            _, token, temporary = after.split(" ", 2)
+            run.lives.add((token, temporary.strip()))
         role = next((r for r, words in ROLES.items() if any(word in command for word in words)), None)
         if role == "learner" and "torch.distributed.run" in command:
             role = "torchrun"
@@ -286,14 +310,15 @@ def end(run: Run) -> list[str]:
 
 
 def gone_within(run: Run, limit_s: float) -> list[str]:
-    """What is left of the run without its launcher after that time: processes that know its folder, segments."""
+    """What is left of the run without its launcher after that time."""
     assert run.process is not None
     run.process.wait(PATIENCE_S)
     run_id = str(read_json(run.out / "server.json").get("run_id", "none"))
 
     def left() -> list[str]:
-        processes = [f"process {pid}: {c[:120]}" for pid, c in commands(of_folder(run.out)) if "janitor" not in c]
-        return processes + [f"segment {path}" for path in Path("/dev/shm").glob(f"async_rl-{run_id}-*")]
+        found = [f"process {pid}: {line[:120]}" for pid, line in commands(of_run(run))]
+        found += [f"segment {path}" for path in Path("/dev/shm").glob(f"async_rl-{run_id}-*")]
+        return found + [f"temporary files in {folder}" for _, folder in run.lives if Path(folder).exists()]
 
     try:
         wait(lambda: not left(), "the end of all processes", limit_s)
@@ -302,60 +327,42 @@ def gone_within(run: Run, limit_s: float) -> list[str]:
     return []
 
 
-def of_folder(out: Path) -> set[int]:
-    """Processes whose command line or environment names the run folder."""
+def of_run(run: Run) -> set[int]:
+    """Processes that carry the token of one of the run's lives, or name its folder; its janitors, too."""
+    tokens = [f"{RUN_VARIABLE}={token}".encode() for token, _ in run.lives]
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                told = (entry / "cmdline").read_bytes()
+                told = (entry / "cmdline").read_bytes().split(b"\0")
+                carried = (entry / "environ").read_bytes().split(b"\0")
             except OSError:
-                continue
-            if str(out).encode() + b"/" in told or told.endswith(str(out).encode() + b"\0"):
+                continue  # it has ended, or is of another user
+            folder = str(run.out).encode()
+            is_named = any(word == folder or word.startswith(folder + b"/") for word in told)
+            is_janitor = any(token.encode() in told for token, _ in run.lives)
+            if is_named or is_janitor or any(token in carried for token in tokens):
                 found.add(int(entry.name))
     return found
 
 
-def verdict(run: Run, undisturbed: dict[str, float]) -> list[str]:
-    """What was lost or done twice, by the files that the run left."""
-    summary, books = read_json(run.out / "summary.json"), read_json(run.out / "books.json")
-    if summary.get("status") != "completed":
-        return [f"the run ended as {summary.get('status')}: {summary.get('reason')}"]
-    losses = []
-    rows, counts = read_jsonl(run.out / "batches.jsonl"), books["books"]
-    steps = [row["step"] for row in rows]
-    if steps != list(range(books["steps"])):
-        losses.append(f"batches.jsonl has {len(steps)} steps of {books['steps']}, {len(set(steps))} different ones")
-    uses = Counter(ordinal for row in rows for ordinal in row["ordinals"])
-    repeated = [ordinal for ordinal, count in uses.items() if count > 1]
-    if repeated:
-        losses.append(f"{len(repeated)} tasks were trained more than once, such as ordinal {repeated[0]}")
-    if len(uses) != counts["trained"]:
-        losses.append(f"{len(uses)} tasks are in batches.jsonl, the books say {counts['trained']}")
-    if counts["issued"] != sum(counts.values()) - counts["issued"]:
-        losses.append(f"the books do not close: {counts}")
-    tasks = books["tasks"]
-    if tasks["begun"] != sum(tasks.values()) - tasks["begun"] or tasks["held"] or tasks["waiting"]:
-        losses.append(f"a task was lost: {tasks}")
-    outside = [ordinal for ordinal in uses if not 0 <= ordinal < tasks["begun"]]
-    if outside:
-        losses.append(f"{len(outside)} trained tasks were never begun, such as ordinal {outside[0]}")
-    if books["staleness"]["max"] > books["staleness"]["bound"]:
-        losses.append(f"age {books['staleness']['max']} passed the bound {books['staleness']['bound']}")
-    ours = last_evaluation(run.out)
-    for name, tolerance in TOLERANCE.items():
-        if name in undisturbed and ours.get(name, float("-inf")) < undisturbed[name] - tolerance:
-            losses.append(f"{name} ended at {ours.get(name)}, undisturbed at {undisturbed[name]}")
-    return losses
-
-
-def undisturbed_run(run: Run, out: Path) -> Path:
-    """The same run without faults, done once."""
+def undisturbed_evaluation(run: Run, out: Path) -> dict[str, float]:
+    """Metrics of the last version of the same run without faults, which is made once; empty if it has none."""
     calm = Run(out.resolve() / f"{run.out.name}-undisturbed", run.settings, run.preset)
-    if read_json(calm.out / "summary.json").get("status") != "completed":
+    if not calm.out.exists():
         calm.start(resume=False)
-        wait(lambda: calm.ended, "the end of the undisturbed run", 20 * PATIENCE_S)
-    return calm.out
+        try:
+            wait(lambda: calm.ended, "the end of the undisturbed run", 20 * PATIENCE_S)
+        except LostError:
+            end(calm)
+    is_same = run_settings(calm.out) == run_settings(run.out)
+    evals, steps = RunFolder(calm.out).evals, read_json(calm.out / "books.json").get("steps")
+    return evals[-1]["metrics"] if is_same and evals and evals[-1]["version"] == steps else {}
+
+
+def run_settings(out: Path) -> dict[str, Any]:
+    """The whole configuration of a run."""
+    return load_any(str(out / "config.toml")).model_dump()
 
 
 def last_evaluation(out: Path) -> dict[str, float]:

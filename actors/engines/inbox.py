@@ -10,7 +10,7 @@ import select
 import threading
 from typing import Generic, TypeVar
 
-from async_rl.errors import AsyncRLError
+from async_rl.errors import StartAgainError
 
 T = TypeVar("T")
 
@@ -52,12 +52,12 @@ class Inbox(Generic[T]):
         """Everything that is there, after waiting at most ``timeout_s`` for the first.
 
         Raises:
-            AsyncRLError: :meth:`fail` was called.
+            StartAgainError: :meth:`fail` was called: this engine is of no use any more, a new one may be.
         """
         select.select([self._event], [], [], max(0.0, timeout_s))
         with self._lock:
             if self._failure is not None:
-                raise AsyncRLError(self._failure)
+                raise StartAgainError(self._failure)
             items, self._items = self._items, []
             if items:
                 os.eventfd_read(self._event)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from actors.engines.inbox import Inbox
 from actors.engines.vllm_settings import Settings, environment, temporary_folder, vllm_config
-from async_rl.errors import AsyncRLError, DeadlineError, WeightsError
+from async_rl.errors import AsyncRLError, StartAgainError, WeightsError
 
 T = TypeVar("T")
 Output = tuple[str, Any]
@@ -42,7 +42,7 @@ class VLLMThread:
 
     Raises:
         AsyncRLError: vLLM is missing or does not start.
-        DeadlineError: it has not started after ``start_timeout_s``.
+        StartAgainError: it has not started after ``start_timeout_s``.
     """
 
     def __init__(self, settings: Settings, inbox: Inbox[Output], start_timeout_s: float) -> None:
@@ -77,8 +77,7 @@ class VLLMThread:
         """Run a coroutine in the loop and wait for it.
 
         Raises:
-            DeadlineError: not done in time; the engine has failed then.
-            AsyncRLError: the engine died meanwhile.
+            StartAgainError: not done in time, or the engine died meanwhile: it has failed, a new one may do.
         """
         future: Future[T] = asyncio.run_coroutine_threadsafe(self._unless_dead(work), self._loop)
         try:
@@ -86,7 +85,7 @@ class VLLMThread:
         except TimeoutError:
             future.cancel()
             self._inbox.fail(f"waited {timeout_s:.0f} s for {what}; the engine does not answer")
-            raise DeadlineError(f"waited {timeout_s:.0f} s for {what}") from None
+            raise StartAgainError(f"waited {timeout_s:.0f} s for {what}") from None
 
     def submit(self, key: str, prompt: tuple[int, ...], parameters: Mapping[str, Any]) -> None:
         """Start a request; its output arrives in the inbox under ``key``."""
@@ -170,12 +169,12 @@ class VLLMThread:
             await asyncio.wait({task, dead}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            raise AsyncRLError(self._inbox.failure or "vLLM's process ended")
+            raise StartAgainError(self._inbox.failure or "vLLM's process ended")
         except AsyncRLError:
             raise
         except Exception as error:  # a boundary: whatever vLLM raises, the engine is of no use after it
             self._inbox.fail(f"vLLM failed: {error!r}")
-            raise AsyncRLError(f"vLLM failed: {error!r}") from error
+            raise StartAgainError(f"vLLM failed: {error!r}") from error
         finally:
             task.cancel()
             dead.cancel()

@@ -137,8 +137,13 @@ class ActorDesk:
                 self._post.send(actor, "tickets", tickets=[])
 
     def announce(self) -> None:
-        """Tell all of the newest version; it wakes who sleeps."""
-        self._announce(self._roster.of("actor"))
+        """Tell all of the newest version; it wakes who sleeps, if there is work.
+
+        A learner that begins anew may have all groups of its step: then the device is not for the actors.
+        """
+        newest = self._versions.newest
+        has_work = newest is not None and self._ledger.has_room(newest.version)
+        self._announce([s for s in self._roster.of("actor") if has_work or not s.asleep])
 
     def _announce(self, actors: list[Session]) -> None:
         for actor in actors:

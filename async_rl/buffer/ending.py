@@ -64,7 +64,7 @@ class Ending:
         return self.phase in ("running", "stopping")
 
     def restore(self, note: Mapping[str, Any], now: float, expected_until: float) -> None:
-        """A restarted server goes on where it was; deadlines begin anew.
+        """A restarted server goes on where it was, with the same deadlines: who waits for the end has one, too.
 
         Args:
             note: of the journal.
@@ -79,7 +79,8 @@ class Ending:
         self.phase = note["phase"] if note["phase"] != "ended" else "closing"
         self._account.status, self._account.reason = note["status"], note["reason"]
         waits_s = {"stopping": STOP_S, "evaluating": FINAL_EVAL_S, "closing": GOODBYE_S}
-        self._deadline = max(now + waits_s.get(self.phase, 0.0), expected_until)
+        latest = now + waits_s.get(self.phase, 0.0)  # the clock may have begun anew, at another boot
+        self._deadline = max(min(latest, float(note["until"])), expected_until)
         for role in _CLIENTS:
             self.expect(role, expected_until)
 
@@ -97,7 +98,8 @@ class Ending:
         print(f"stopping: {reason}", flush=True)
         self._account.reason = reason
         self._enter("stopping", now + STOP_S)
-        if not self._has(("learner",), now):
+        comes_back = any(session.role == "learner" for session in self._roster.away())  # to a server that was restarted
+        if not comes_back and not self._has(("learner",), now):
             self._finish("stopped", reason, now)
 
     def fail(self, reason: str, now: float) -> None:
@@ -161,4 +163,6 @@ class Ending:
     def _enter(self, phase: Phase, deadline: float) -> None:
         self.phase, self._deadline = phase, deadline
         account = self._account
-        self._ledger.note("phase", {"phase": phase, "status": account.status, "reason": account.reason})
+        self._ledger.note(
+            "phase", {"phase": phase, "until": deadline, "status": account.status, "reason": account.reason}
+        )

@@ -188,6 +188,11 @@ def save(frozen: Frozen, folder: Path) -> None:
         os.close(descriptor)
 
 
+def is_in(folder: Path) -> bool:
+    """Whether both files are there."""
+    return (folder / _LEDGER).is_file() and (folder / _GROUPS).is_file()
+
+
 def load(folder: Path) -> Frozen:
     """Read what :func:`save` wrote.
 

@@ -45,6 +45,16 @@ class Dealt:
     """The ``shard`` message per rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """A snapshot on its way to the disk."""
+
+    identity: bytes
+    """Who asked for it last."""
+    path: str
+    future: Future[None]
+
+
 class LearnerDesk:
     """Handlers of the learner ranks' messages.
 
@@ -90,7 +100,9 @@ class LearnerDesk:
         self.heard = now
         """When it last worked at a step, or was there: not its beats, which come from a thread of their own."""
         self._writer = ThreadPoolExecutor(1, "snapshot")
-        self._writing: list[tuple[bytes, Future[None]]] = []
+        self._writing: list[Writing] = []
+        self._written = ""
+        """Path of the newest snapshot that is on disk."""
         self.last: BatchStats | None = None
         """Statistics of the newest trained batch."""
 
@@ -230,25 +242,35 @@ class LearnerDesk:
         path = take(header, "path", str)
         folder = self._files.inside(path)
         if folder is None:
-            detail = f"{path} is not inside the run folder {self._files.out}"
-            self._post.send(rank, "snapshot", ok=False, detail=detail)
+            self._answer(rank.identity, path, f"{path} is not inside the run folder {self._files.out}")
             return
-        future = self._writer.submit(journal.save, journal.freeze(self._ledger), folder)
+        # Asked again after a break: the learner may be moving the folder away, so nothing is written into it twice.
+        if path == self._written and journal.is_in(folder):
+            self._answer(rank.identity, path)
+            return
+        now = [w for w in self._writing if w.path == path]
+        self._writing = [w for w in self._writing if w.path != path]
+        future = now[0].future if now else self._writer.submit(journal.save, journal.freeze(self._ledger), folder)
         future.add_done_callback(lambda _: self._wake())
-        self._writing.append((rank.identity, future))
+        self._writing.append(Writing(rank.identity, path, future))
 
     def finish_snapshots(self) -> None:
         """Answer for the snapshots that are written."""
-        for identity, future in [w for w in self._writing if w[1].done()]:
-            self._writing.remove((identity, future))
-            error = future.exception()
+        for writing in [w for w in self._writing if w.future.done()]:
+            self._writing.remove(writing)
+            error = writing.future.exception()
             if error is None:
+                self._written = writing.path
                 self._ledger.compact()
-            self._post.send(identity, "snapshot", ok=error is None, detail="" if error is None else str(error))
+            self._answer(writing.identity, writing.path, "" if error is None else str(error) or type(error).__name__)
 
     def close(self) -> None:
         """Let a snapshot in progress end."""
         self._writer.shutdown(wait=True)
+
+    def _answer(self, identity: bytes, path: str, fault: str = "") -> None:
+        """A snapshot is written, or why it is not."""
+        self._post.send(identity, "snapshot", path=path, ok=not fault, detail=fault)
 
     def _deal(self, step: int, world: int) -> Dealt:
         """The shards of a delivered step; a restarted server splits it again, in the same way."""

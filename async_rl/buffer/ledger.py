@@ -329,6 +329,11 @@ class Ledger(Books):
         """Keep a small fact, in plain types with text keys, beside the ledger; the last one of a name counts."""
         self.notes[name] = value
 
+    @property
+    def has_forgotten(self) -> bool:
+        """Whether clients may hold tickets of which nothing is known: the journal was lost, and they go on."""
+        return bool(self.notes.get("forgotten"))
+
     def resume(self) -> None:
         """Last act of a restore from a checkpoint: apply the bound and check the books."""
         heapq.heapify(self.retry)
@@ -353,10 +358,10 @@ class Ledger(Books):
         entry = self.open.get(ordinal)
         if entry is not None and entry.attempt == attempt and entry.actor == actor:
             return entry
-        if entry is not None and entry.attempt == attempt:
+        if entry is not None and entry.attempt == attempt and not self.has_forgotten:
             return Answer("refused", "held_by_another")
         forgotten = ordinal < self.next_ordinal and (entry is None or attempt < entry.attempt)
-        return Answer("late", "forgotten") if forgotten else Answer("refused", "never_issued")
+        return Answer("late", "forgotten") if forgotten or self.has_forgotten else Answer("refused", "never_issued")
 
     def _accept(self, entry: Entry, group: Group, now: float) -> None:
         self._close_open(entry)

@@ -65,6 +65,7 @@ def open_ledger(config: RunConfig, limits: Limits, out: Path, resume: Path | Non
     ledger = make_ledger(config, limits, checkpoint)
     # Clients hold versions of the epoch that was lost: only those of a later one are newer to them.
     ledger.epoch = max(ledger.epoch, books["epoch"] if type(books.get("epoch")) is int else 0) + 1
+    ledger.note("forgotten", True)
     journaled.start(ledger, out / JOURNAL)
     return Opened(ledger, disowned=str(books["group"]) if books.get("group") else None)
 

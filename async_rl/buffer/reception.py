@@ -145,16 +145,23 @@ class Reception:
         if why:
             return "hello", why
         before = self._roster.last(header["name"])
-        comes_back = self._restarted_at is not None and before is not None and before.gone == AWAY
+        comes_back = before is not None and before.is_process(header.get("pid"), header.get("host"))
         welcome = self._ending.trains or header["role"] == "monitor" or comes_back
         if not welcome and not (self._ending.phase == "evaluating" and header["role"] == "evaluator"):
-            return "hello", f"the run is over ({self._account.status}: {self._account.reason})"
+            return self._over()
         return self._learners.refusal(header) if header["role"] == "learner" else ("", "")
+
+    def _over(self) -> tuple[str, str]:
+        if self._ending.phase == "evaluating":
+            return "over", "the run is over: all steps are trained, only the last evaluation is awaited"
+        why = f"the run is over ({self._account.status}: {self._account.reason})"
+        return "hello" if self._account.status == "failed" else "over", why
 
     def _replace(self, session: Session, now: float) -> None:
         """A name that comes again takes the place of its old session.
 
-        What that held returns; but the same process keeps what it had when the server died.
+        What that held returns; but the same process keeps what it had when the server died, or if it only said hello
+        more than once, as one does that waits for a server to come back.
         """
         before = self._roster.last(session.name)
         if before is not None:
@@ -165,6 +172,8 @@ class Reception:
             if old is None or old.gone:
                 continue
             same = session.is_same_process(old)
+            if same and old.identity == session.identity:  # its hello was said twice, the connection never broke
+                continue
             if not same and old.identity != session.identity:
                 reason = f"another client took the name {old.name!r}: give each client its own"
                 self._post.send(old, "refused", reason=reason, code="replaced")
@@ -218,7 +227,7 @@ class Reception:
             return
         if session.gone in ("", AWAY):
             self.leave(session, "dead", now)
-        elif session.gone == "silent":
+        elif session.gone in ("silent", "unreachable"):
             session.gone = "dead"
             if session.role == "learner" and session.rank == 0:
                 self._ending.learner_left(now)

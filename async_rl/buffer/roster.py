@@ -112,7 +112,11 @@ class Session:
 
     def is_same_process(self, other: Session) -> bool:
         """Whether both are connections of one process."""
-        return (self.pid, self.host) == (other.pid, other.host)
+        return self.is_process(other.pid, other.host)
+
+    def is_process(self, pid: object, host: object) -> bool:
+        """Whether it is a connection of this process."""
+        return (self.pid, self.host) == (pid, host)
 
     def take_over(self, before: Session) -> None:
         """The last session of its name: the same process keeps what it has shown, another one is its next life."""

@@ -43,7 +43,9 @@ class Commands:
         """The learner group under torchrun; one rank alone starts sooner without. It finds its checkpoint itself."""
         launch = [sys.executable]
         if self.ranks > 1:
-            launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
+            # not --standalone: that is a store on a port of all interfaces, which unpickles what anyone writes to it
+            launch += ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file"]
+            launch += ["--nproc-per-node", str(self.ranks)]
             launch += ["--max-restarts", str(MAX_GROUP_RESTARTS)]
             # without a folder for logs one stays behind among the temporary ones
             launch += ["--log-dir", str(self.out / "logs" / "torchrun")]

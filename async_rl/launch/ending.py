@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from async_rl.errors import StartAgainError
 from async_rl.launch.children import Child
 from async_rl.launch.interfaces import Status
 
@@ -53,16 +54,37 @@ def has_died_early(child: Child, books: Books) -> bool:
     return books.get("status", "running") == "running" and int(books.get("step", 0)) < int(books.get("steps", 1))
 
 
+def was_accident(child: Child) -> bool:
+    """Whether something else ended it, or one of its ranks: it said nothing about itself."""
+    code = child.poll()
+    return code is not None and (code < 0 or code == StartAgainError.exit_code or child.killed_rank() is not None)
+
+
 def has_joined(child: Child, books: Books) -> bool:
     """Whether the server has met this life of it, as far as its books tell.
 
     The learner is one process here, whatever its ranks; those of torchrun have process ids of their own.
     """
+    met = _met(child, books)
+    return met is None or bool(met)
+
+
+def has_begun(child: Child, books: Books) -> bool:
+    """Whether it may hold something that it should put down before it ends: it has joined and built its parts.
+
+    A learner's states are told with its beats only, and it may have made a short run between two of them.
+    """
+    met = _met(child, books)
+    return met is None or any(client.get("role") == "learner" or client.get("state") != "starting" for client in met)
+
+
+def _met(child: Child, books: Books) -> list[Mapping[str, Any]] | None:
+    """What the books say of this life; ``None`` if they do not tell."""
     if child.name == "server" or "clients" not in books:
-        return True
+        return None
     met = [client for client in books["clients"] if child.name in (client.get("name"), client.get("role"))]
     under_torchrun = "torch.distributed.run" in child.command
-    return any(under_torchrun or client.get("pid") in (None, child.pid) for client in met)
+    return [client for client in met if under_torchrun or client.get("pid") in (None, child.pid)]
 
 
 def describe(child: Child) -> str:

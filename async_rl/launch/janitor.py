@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -37,9 +37,13 @@ _GOODBYE_S = 10.0
 
 
 class Janitor:
-    """The launcher's end: starts the process, ends it in order. Use as a context manager."""
+    """The launcher's end: starts the process, ends it in order. Use as a context manager.
 
-    def __init__(self) -> None:
+    Args:
+        holds: descriptors that it keeps open as long as it lives, such as the run folder's lock.
+    """
+
+    def __init__(self, holds: Collection[int] = ()) -> None:
         self.token = secrets.token_hex(8)
         self.temporary = tempfile.mkdtemp(prefix="async_rl-")
         """Folder for temporary files of the run's processes; removed at the end."""
@@ -54,6 +58,7 @@ class Janitor:
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,
+            pass_fds=tuple(holds),
             preexec_fn=_be_deaf,
         )
 

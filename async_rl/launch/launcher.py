@@ -36,7 +36,7 @@ from async_rl.launch.interfaces import Display, Monitor, Outcome, Status
 from async_rl.launch.interrupts import Interrupts
 from async_rl.launch.line import REOPEN_S, Line
 from async_rl.launch.server_keeper import ServerKeeper
-from async_rl.launch.silence import Silence, longest_silence_s
+from async_rl.launch.silence import Silence, longest_server_silence_s, longest_silence_s
 from async_rl.runfolder import read_json
 
 CONNECT_S = 30.0
@@ -94,9 +94,8 @@ class Launcher:
     def __post_init__(self) -> None:
         out = self.commands.out
         self._crew = Crew(out / "logs", self.env, self.gpus, lambda text: self.display.note(text), self._lost)
-        silent_s = longest_silence_s(self.heartbeat_s)
-        self._silence = Silence(silent_s)
-        self._keeper = ServerKeeper(self._crew, self.commands, silent_s)
+        self._silence = Silence(longest_silence_s(self.heartbeat_s))
+        self._keeper = ServerKeeper(self._crew, self.commands, longest_server_silence_s(self.heartbeat_s))
 
     @property
     def children(self) -> list[Child]:
@@ -198,6 +197,8 @@ class Launcher:
             if member is not None and not self._asked and self._stop is None:
                 silent_s = longest_silence_s(self.heartbeat_s)
                 self._crew.kill(member, f"({name}) lives but has been silent for over {silent_s:.0f} s: it is ended")
+        if self._asked and not self._learner.is_alive:  # nobody starts it again; a server that died may not know
+            self._lost(self._learner.clients)
         self.display.update({**header, "restarts": sum(self._crew.restarts.values())})
 
     def _end_by(self, stop: Mapping[str, Any]) -> None:
@@ -226,19 +227,33 @@ class Launcher:
         if code and self._stop is None and books.get("status") == "failed":  # it ended the run, and then itself
             self._end_by({"reason": books.get("reason", ""), "error": True})
         if self._stop is not None and self._stop["error"]:
+            if code is not None and self._line is not None:
+                self._line.close()  # nobody is to be missed
             gone = all(child.poll() is not None for child in self.children)
             return self._failed_by(self._stop) if gone else None
         if code == 0 or (code is not None and self._stop is not None):
             return self._server_has_ended(books)
         if learner is not None and learner.poll() and (self._asked or self._stop is not None):
-            came_too_late = self._stop is not None and not ending.has_joined(learner, books)
-            return None if came_too_late else ("failed", ending.describe(learner))
+            return self._learner_is_gone(learner, books)
+        return None
+
+    def _learner_is_gone(self, learner: Child, books: ending.Books) -> Verdict | None:
+        """It should have left in order: a failure, unless it was sent away, or an accident that the server hears of."""
+        if self._stop is not None and not ending.has_joined(learner, books):
+            return None
+        if not ending.was_accident(learner):
+            return "failed", ending.describe(learner)
+        self.display.note(f"learner {learner.describe_end()}; see {learner.log}")
+        self._learner.child = None
+        self._lost(self._learner.clients)
         return None
 
     def _server_has_ended(self, books: ending.Books) -> Verdict:
         """The server left in order: who is still there, or was only starting, is ended."""
         self._listen()  # its last words
-        end_all([child for child in self.children if not ending.has_joined(child, books)], grace_s=0.0)
+        if self._line is not None:
+            self._line.close()  # nobody is to be missed
+        end_all([child for child in self.children if not ending.has_begun(child, books)], grace_s=0.0)
         self._crew.release(self._learner)
         late = wait_all(self.children, FAILED_S)
         if late:

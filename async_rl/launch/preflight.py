@@ -276,6 +276,7 @@ def child_environment(base: Mapping[str, str], search: Path) -> dict[str, str]:
     env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     env.setdefault("PYTHONUNBUFFERED", "1")
     env |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torchrun opens no port: the ranks meet in a file
     paths = [os.getcwd(), str(search), *filter(None, [env.get("PYTHONPATH", "")])]
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     return env

@@ -20,6 +20,7 @@ from async_rl.curve import ClientKeys
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.launch import control_checks, preflight, token_checks
 from async_rl.launch.commands import Commands, assign_gpus, visible_gpus
+from async_rl.launch.folder_lock import FolderLock
 from async_rl.launch.interfaces import Monitor, Outcome
 from async_rl.launch.interrupts import Interrupts
 from async_rl.launch.janitor import Janitor
@@ -58,9 +59,11 @@ def run_session(
     """
     began = time.monotonic()
     console = make_console()
-    config, folder, checkpoint = _configure(source, overrides, out, resume)
-    search = Path(source).resolve().parent if source and source.endswith(".toml") else Path.cwd()
-    with Janitor() as janitor:
+    place = _place(source, overrides, out, resume)
+    with FolderLock(place, interrupts, console.print) as lock, Janitor([lock]) as janitor:
+        # looked at under the lock: whoever held it may have left files and checkpoints
+        config, folder, checkpoint = _configure(source, overrides, None if resume else place, resume)
+        search = Path(source).resolve().parent if source and source.endswith(".toml") else Path.cwd()
         janitor.watch(folder)
         env = janitor.environment(preflight.child_environment(os.environ, search))
         try:
@@ -95,21 +98,29 @@ def _end_early(out: Path, interrupts: Interrupts, began: float, console: Console
     return code
 
 
-def _configure(
-    source: str | None, overrides: Sequence[str], out: Path | None, resume: Path | None
-) -> tuple[AnyConfig, Path, Path | None]:
-    """Configuration, run folder and, when resuming, the checkpoint."""
+def _place(source: str | None, overrides: Sequence[str], out: Path | None, resume: Path | None) -> Path:
+    """The run folder, made if it is new."""
     if resume is None:
         if source is None:
             raise ConfigError("name a preset or a CONFIG.toml (async-rl presets lists what ships), or use --resume DIR")
         config = load_any(source, overrides)
-        folder = out or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        return config, preflight.prepare_out(folder), None
+        return preflight.prepare_out(out or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if out is not None and out.resolve() != resume.resolve():
         raise ConfigError("--resume continues in the run's own folder; leave --out away")
     if not (resume / "config.toml").is_file():
         raise ConfigError(f"--resume {resume}: no config.toml there, so it is no run folder")
     _refuse_running(resume)
+    return resume.resolve()
+
+
+def _configure(
+    source: str | None, overrides: Sequence[str], out: Path | None, resume: Path | None
+) -> tuple[AnyConfig, Path, Path | None]:
+    """Configuration, run folder and, when resuming, the checkpoint."""
+    folder = _place(source, overrides, out, resume)
+    if resume is None:
+        assert source is not None
+        return load_any(source, overrides), folder, None
     config = load_any(source or str(resume / "config.toml"), overrides)
     before = load_any(str(resume / "config.toml"))
     if config.contract_hash() != before.contract_hash():
@@ -118,14 +129,14 @@ def _configure(
     checkpoint = _newest_whole(resume, is_control=config.is_control)
     if checkpoint is None:
         print(f"--resume {resume}: it ended before its first checkpoint, so it begins again", flush=True)
-        return config, resume.resolve(), None
+        return config, folder, None
     _refuse_other_networks(config, resume, checkpoint)
     done = int(checkpoint.name.removeprefix("step_"))
     if done >= config.steps:
         raise ConfigError(
             f"--resume {resume}: all {config.steps} steps are done; go further with --set steps={2 * done}"
         )
-    return config, resume.resolve(), checkpoint.resolve()
+    return config, folder, checkpoint.resolve()
 
 
 def _newest_whole(resume: Path, *, is_control: bool) -> Path | None:
@@ -175,7 +186,7 @@ def _refuse_running(folder: Path) -> None:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except OSError:
         return
-    if "async_rl.buffer.server" in command and folder.resolve().name in command:
+    if "async_rl.buffer.server" in command and f"{folder.resolve()}/" in command:
         raise ConfigError(f"--resume {folder}: its run still goes on (server process {pid}); stop that one first")
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from async_rl.protocol import SERVER_GONE_S
+
 SILENT_PERIODS = 6.0
 """So many heartbeat periods without a word, and a process of this host is ended and started again. One that wakes up
 earlier just goes on: only its leases have moved."""
@@ -17,6 +19,11 @@ LEAST_S = 10.0
 def longest_silence_s(heartbeat_s: float) -> float:
     """Seconds without a word after which a process is ended, for a period of so many seconds."""
     return max(LEAST_S, SILENT_PERIODS * heartbeat_s)
+
+
+def longest_server_silence_s(heartbeat_s: float) -> float:
+    """The same of the server: its clients' patience must outlast a frozen one, or they are gone when it is back."""
+    return min(longest_silence_s(heartbeat_s), max(SERVER_GONE_S, heartbeat_s) / 2)
 
 
 class Silence:

@@ -8,7 +8,7 @@ import pytest
 
 from actors.engines.inbox import Inbox
 from actors.engines.vllm_engine import expand_versions
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, StartAgainError
 
 
 def readable(inbox):
@@ -38,14 +38,14 @@ def test_a_waiting_consumer_is_woken_by_another_thread():
     inbox.close()
 
 
-def test_after_a_failure_every_take_gives_the_first_reason():
+def test_after_a_failure_every_take_gives_the_first_reason_and_the_process_is_started_again():
     inbox = Inbox()
     inbox.put([1])
     inbox.fail("it died")
     inbox.fail("then this")
     assert readable(inbox)
     for _ in range(2):
-        with pytest.raises(AsyncRLError, match="it died"):
+        with pytest.raises(StartAgainError, match="it died"):
             inbox.take(30.0)
     assert readable(inbox)
     inbox.close()

@@ -22,7 +22,7 @@ from transformers import Qwen2ForCausalLM
 
 from actors.engines.base import Completion, Request
 from actors.engines.vllm_engine import VLLMEngine, fresh_seed
-from async_rl.errors import AsyncRLError, WeightsError
+from async_rl.errors import AsyncRLError, StartAgainError, WeightsError
 from async_rl.weights.manifest import Tensor
 from tests.actors.vllm_models import (
     CONTEXT,
@@ -365,7 +365,7 @@ def test_death_of_the_process_is_an_error_at_once(keeping: VLLMEngine):
     keeping.submit([ask(2, samples=8, new=200)])
     os.kill(keeping.pids[0], signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(AsyncRLError, match=r"vLLM|Engine"):
+    with pytest.raises(StartAgainError, match=r"vLLM|Engine"):
         keeping.step(30.0)
     assert time.monotonic() - began < 3.0
     for call in (

@@ -50,13 +50,14 @@ class FakeServer:
     def lease(self, *groups) -> None:
         self._socket.send_multipart([self.identity, *encode_groups("lease", groups, lease_s=9.0)])
 
-    def welcome(self, run_id: str = "r", weights: str = "tcp://127.0.0.1:1") -> None:
+    def welcome(self, run_id: str = "r", weights: str = "tcp://127.0.0.1:1", epoch: int = 0) -> None:
         self.hear("hello")
         self.say(
             "welcome",
             run_id=run_id,
             heartbeat_s=self.heartbeat_s,
             next_step=0,
+            epoch=epoch,
             manifest=manifest(4).to_wire(),
             weights_address=weights,
         )
@@ -249,6 +250,15 @@ def test_an_evaluation_and_the_end_are_told_again_after_a_break():
         server.welcome()
         heard = [server.hear("eval", "done", alive=True) for _ in range(2)]
         assert [(h["type"], h.get("version")) for h in heard] == [("eval", 2), ("done", None)]
+
+
+def test_the_wish_to_stop_is_told_again_after_a_break():
+    with connected() as (server, client):
+        client.send("stop", reason="asked to stop")
+        server.hear("stop")  # and dies before it has done anything about it
+        server.say("refused", code="hello_first", reason="who are you?")
+        server.welcome()
+        assert server.hear("stop")["reason"] == "asked to stop"
 
 
 def test_a_version_of_a_later_epoch_is_news_although_its_number_is_lower():
@@ -452,3 +462,56 @@ def test_an_actor_that_was_taken_for_dead_comes_back_and_works_on(tmp_path):
         assert [(t.ordinal, t.attempt) for t in again] == [(i, 1) for i in range(4)]
         finish(actor, again)
         assert isinstance(again[0], Ticket)
+
+
+def test_the_second_answer_to_one_question_is_not_taken_for_the_answer_to_the_next():
+    """Two welcomes, as to a client whose hello was said again: what it waits for is asked twice, and answered twice."""
+    with connected() as (server, client):
+        answers = []
+        asking = threading.Thread(target=lambda: answers.append(client.request("next", "shard", step=4)))
+        asking.start()
+        server.hear("next")
+        server.say("refused", code="hello_first", reason="who are you?")
+        server.welcome()
+        server.hear("next")
+        server.say("shard", step=4)
+        server.say("shard", step=4)
+        asking.join(WAIT_S)
+        for question, answer, step in (("trained", "trained", 4), ("next", "shard", 5), ("trained", "trained", 5)):
+            for told in (step - 1, step):
+                server.say(answer, step=told)
+            assert client.request(question, answer, deadline_s=WAIT_S, step=step)[0]["step"] == step
+        for path in ("old", "new"):
+            server.say("snapshot", path=path, ok=path == "old")
+        assert client.request("snapshot", "snapshot", deadline_s=WAIT_S, path="new")[0]["ok"] is False
+
+
+def test_a_repeated_answer_does_not_settle_the_next_question():
+    with connected(heartbeat_s=0.1) as (server, client):
+        client.send("trained", step=5, manifest={}, stats={})
+        server.hear("trained")
+        server.say("trained", step=4)
+        server.say("refused", code="hello_first", reason="who are you?")
+        server.welcome()
+        assert server.hear("trained")["step"] == 5
+
+
+@pytest.mark.parametrize(("role", "ends"), [("learner", True), ("actor", False)])
+def test_a_learner_that_comes_back_to_another_epoch_must_begin_again(role, ends):
+    server = FakeServer(0.1)
+    try:
+        with Client(server.address, role, "l", "c") as client:
+            thread = threading.Thread(target=server.welcome)
+            thread.start()
+            client.connect(WAIT_S)
+            thread.join()
+            server.say("refused", code="hello_first", reason="who are you?")
+            server.welcome(epoch=1)
+            if ends:
+                with pytest.raises(HandshakeError, match="without this learner") as error:
+                    receive_for_ever(client)
+                assert error.value.code == "ahead"
+            else:
+                assert server.hear("beat")["type"] == "beat"
+    finally:
+        server.close()

@@ -7,11 +7,13 @@ import sys
 
 import pytest
 import torch
+from buffer_helpers import ledger
 from rich.console import Console
 from run_folder import write_lines
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from async_rl.buffer import journal
 from async_rl.cli import app
 from async_rl.config import load_control, parse_config, parse_control, preset_names, to_toml
 from async_rl.control.networks import build_actor, build_critic
@@ -332,6 +334,7 @@ def test_a_resume_with_other_networks_is_refused_before_anything_is_written(tmp_
     checkpoint.mkdir(parents=True)
     for name in (*CHECKPOINT_FILES, "policy.safetensors"):
         (checkpoint / name).write_text("")
+    journal.save(journal.freeze(ledger()), checkpoint)
     (checkpoint / "config.toml").write_text(written)
     save_file({"weight": torch.zeros(1)}, checkpoint / "policy.safetensors")
     save_file({"weight": torch.zeros(1)}, checkpoint / "optimizer.safetensors")

@@ -16,7 +16,8 @@ def test_commands_name_module_config_and_place():
     resume = ["--resume", "r/checkpoints/step_5"]
     assert commands.server() == [python, "-m", "async_rl.buffer.server", "r/config.toml", "--out", "r", *resume]
     assert commands.learner("tcp://h:1") == [
-        *[python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+        *[python, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file"],
+        *["--nproc-per-node", "2"],
         *["--max-restarts", "1000000", "--log-dir", "r/logs/torchrun", "-m", "learner.main"],
         *["r/config.toml", "--out", "r", "--connect", "tcp://h:1"],
     ]

@@ -5,8 +5,9 @@ import pytest
 from async_rl.launch import ending
 from async_rl.launch.children import sentence
 from async_rl.launch.policy import MAX_RESTARTS, Lives, backoff_s, is_hopeless
-from async_rl.launch.silence import Silence
+from async_rl.launch.silence import Silence, longest_server_silence_s
 from async_rl.launch.torchrun import RankFailures
+from async_rl.protocol import BEATS_PER_PERIOD, SERVER_GONE_S
 
 FAILED = "E1129 torch/distributed/elastic/multiprocessing/api.py:1] failed (exitcode: {}) local_rank: {} (pid: 7) of x"
 
@@ -96,6 +97,13 @@ def test_who_is_silent_for_too_long_is_named_once_in_each_silence():
     for now in (20.0, 22.0, 24.0, 26.0):
         assert silence.look(["actor0"], now) == []
     assert silence.look(["actor0"], 26.1) == ["actor0"]
+
+
+@pytest.mark.parametrize("heartbeat_s", [0.5, 5.0, 10.0, 30.0, 120.0])
+def test_a_frozen_server_is_ended_while_its_clients_still_wait_for_it(heartbeat_s):
+    patience_s = max(SERVER_GONE_S, heartbeat_s)  # of a client
+    beat_s = heartbeat_s / BEATS_PER_PERIOD  # in which the server answers the launcher
+    assert beat_s < longest_server_silence_s(heartbeat_s) <= patience_s / 2
 
 
 def test_a_gap_in_the_looks_is_our_own_sleep_and_a_new_life_has_time_to_start():

@@ -124,10 +124,11 @@ def test_a_learner_that_was_only_starting_when_the_run_was_stopped_is_no_failure
     assert "learner" in ran.display.notes[0]
 
 
-def test_after_a_stop_what_never_joined_is_ended_without_waiting_for_it(launch, tmp_path):
+def test_after_a_stop_what_never_joined_or_was_only_starting_is_ended_without_waiting_for_it(launch, tmp_path):
     def turn(line):
         if line.turns == 2:
             clients = [{"name": "actor0", "role": "actor"}, {"name": "launcher-1", "role": "monitor"}]
+            clients.append({"name": "evaluator", "role": "evaluator", "state": "starting"})
             (tmp_path / "books.json").write_text(json.dumps({"status": "stopped", "clients": clients}))
             line.queue.append(({"type": "stop", "reason": "asked to stop", "error": False}, []))
             (tmp_path / "exit_server").write_text("0")

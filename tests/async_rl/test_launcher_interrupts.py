@@ -40,6 +40,31 @@ def test_sigterm_is_like_the_first_interrupt_with_its_own_exit_code(launch):
     assert (ran.outcome.status, ran.outcome.exit_code) == ("stopped", 143)
 
 
+def test_a_learner_that_is_killed_after_a_wish_to_stop_makes_no_failure_of_it_and_the_server_is_told_until_it_ends(
+    launch, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Line, "end_all", lambda *_: None)
+    with Interrupts() as interrupts:
+
+        def turn(line):
+            line.queue.clear()
+            told = line.sent.count(("dead", {"name": "learner0"}))
+            if line.turns == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+                (tmp_path / "exit_learner").write_text("-9")
+            if told == 1:  # the server has died with that word and is back
+                line.queue.append(({"type": "status", "step": 3}, []))
+            if told == 2:
+                line.queue.append(({"type": "stop", "reason": "the learner was gone", "error": False}, []))
+                for name in ("server", "actor0", "evaluator"):
+                    (tmp_path / f"exit_{name}").write_text("0")
+
+        ran = launch(turn, interrupts=interrupts)
+    assert (ran.outcome.status, ran.outcome.exit_code) == ("stopped", 130)
+    assert ran.outcome.reason == "the learner was gone"
+    assert any("learner was ended by SIGKILL" in note for note in ran.display.notes)
+
+
 def test_an_error_after_a_wish_to_stop_is_not_waited_for_as_long_as_a_checkpoint(launch, monkeypatch):
     monkeypatch.setattr(launcher_module, "FAILED_S", 0.3)
     monkeypatch.setattr(Line, "end_all", lambda *_: None)  # nobody leaves by itself

@@ -223,7 +223,7 @@ def _small_logs():
 
 
 Faults.TestCase.settings = settings(
-    max_examples=50,
+    max_examples=35,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,

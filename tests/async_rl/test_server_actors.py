@@ -69,7 +69,7 @@ def test_a_dead_actors_tickets_go_to_the_others(cast, server):
     assert server.service.ledger.failed == {"actor_lost": 4}
 
 
-def test_a_silent_actor_is_dead_after_three_beats(server, settings, cast):
+def test_a_silent_actor_is_let_go_after_a_period(server, settings, cast):
     cast.learner()
     with Raw(server.address) as raw:
         raw.ask(hello(settings))

@@ -264,6 +264,20 @@ def test_the_tickets_of_a_process_that_died_with_the_server_return_when_its_succ
     assert [t.attempt for t in again.tickets("a", 4)] == [1, 1, 1, 1]
 
 
+def test_a_stop_that_comes_before_the_learner_is_back_at_a_restarted_server_still_waits_for_its_checkpoint(bench):
+    run_step(bench, 0)
+    again = bench.recover()
+    again.join("monitor", "m")
+    again.say("m", "stop", reason="Ctrl-C")
+    assert again.service.ending.phase == "stopping"
+    again.join("learner", "l", group="g", step=1)
+    assert kinds(again.say("l", "next", step=1)) == ["stop"]
+    last = again.recover()  # and the learner has died with it
+    last.join("monitor", "m")
+    last.say("m", "dead", name="l")
+    assert (last.service.ending.phase, last.service.account.status) == ("closing", "stopped")
+
+
 def test_the_phase_of_the_run_survives(bench):
     run_step(bench, 0)
     bench.join("monitor", "m")

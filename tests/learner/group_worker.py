@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import json
 import os
 import signal
 import sys
@@ -38,6 +41,8 @@ def main() -> None:
         torch.save({name: train(group, algorithm) for name, algorithm in ALGORITHMS.items()}, f"{out}.{group.rank}")
     elif scenario == "differ":
         differ(group, build(group, {}), out)
+    elif scenario == "listen":
+        listen(group, build(group, {}), out)
     else:
         lose(group, build(group, {}), out, signal.SIGSTOP if scenario == "freeze" else signal.SIGKILL)
     group.close()
@@ -79,6 +84,31 @@ def differ(group: LearnerGroup, updater: Updater, out: Path) -> None:
         group.check_equal(updater.flat)
     except AsyncRLError as error:
         out.with_suffix(f".{group.rank}").write_text(str(error))
+
+
+def listen(group: LearnerGroup, updater: Updater, out: Path) -> None:
+    """The addresses on which this rank and its torchrun listen."""
+    group.all_reduce_flat(updater.flat)  # the ranks have met
+    inodes = set(sockets("self") + sockets(str(os.getppid())))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in inodes:
+                words = bytes.fromhex(local.partition(":")[0])
+                address = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                found.append(str(ipaddress.ip_address(address)))
+    group.all_agree(True)
+    out.with_suffix(f".{group.rank}").write_text(json.dumps(found))
+
+
+def sockets(pid: str) -> list[str]:
+    """``socket:[inode]`` of what a process has open; descriptors that are closed meanwhile are left out."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(link))
+    return found
 
 
 def lose(group: LearnerGroup, updater: Updater, out: Path, fault: signal.Signals) -> None:

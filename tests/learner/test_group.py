@@ -1,14 +1,17 @@
 """The learner group: placement, and two real ranks that do what one does."""
 
+import json
 import os
 import subprocess
-import sys
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
 import torch
 
 from async_rl.errors import ConfigError
+from async_rl.launch.commands import Commands
+from async_rl.launch.preflight import child_environment
 from learner.group import read_placement
 
 WORKER = Path(__file__).with_name("group_worker.py")
@@ -51,11 +54,12 @@ def test_more_ranks_than_gpus_is_an_error_for_cuda_and_the_cpu_for_auto(monkeypa
 
 
 def run_ranks(world: int, scenario: str, out: Path, succeeds: bool = True) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{WORKER.parent}"}
-    done = subprocess.run(
-        [*command, str(WORKER), scenario, str(out), str(world)], env=env, capture_output=True, text=True, timeout=100
-    )
+    learner = Commands(config=Path("c.toml"), out=out.parent, ranks=2).learner("tcp://h:1")
+    command = learner[: learner.index("--nproc-per-node")]  # as a run starts torchrun
+    env = child_environment({**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(out.parent)}, WORKER.parent)
+    env["PYTHONPATH"] = f"{ROOT}:{WORKER.parent}"
+    worker = [f"--nproc-per-node={world}", str(WORKER), scenario, str(out), str(world)]
+    done = subprocess.run([*command, *worker], env=env, capture_output=True, text=True, timeout=100)
     assert (done.returncode == 0) == succeeds, done.stderr[-3000:]
 
 
@@ -82,6 +86,15 @@ def test_ranks_whose_parameters_differ_stop_and_name_the_tensor(tmp_path):
     for rank in (0, 1):
         said = (tmp_path / f"said.{rank}").read_text()
         assert "different parameters: lm_head.weight;" in said
+
+
+@pytest.mark.real
+def test_neither_torchrun_nor_its_ranks_listen_where_other_hosts_could_reach_them(tmp_path):
+    run_ranks(2, "listen", tmp_path / "said")
+    for rank in (0, 1):
+        addresses = json.loads((tmp_path / f"said.{rank}").read_text())
+        assert addresses
+        assert all(ip_address(address.removeprefix("::ffff:")).is_loopback for address in addresses), addresses
 
 
 @pytest.mark.real

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,51 @@ def assert_sound(out: Path, bound: int, steps: int) -> dict:
     run_id = json.loads((out / "server.json").read_text())["run_id"]
     assert not list(Path("/dev/shm").glob(f"async_rl-{run_id}-*"))
     return summary
+
+
+# ---------------------------------------------------------------- runs that are looked at while they go on
+
+
+def start(*arguments: str, log: Path) -> subprocess.Popen:
+    return subprocess.Popen(command(*arguments), stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment())
+
+
+def wait_until(condition, what: str, timeout_s: float = 90.0):
+    """Poll files that other processes write; there is no event to wait for."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
+        time.sleep(0.05)
+    return found
+
+
+def steps_of(out: Path) -> int:
+    file = out / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.is_file() else 0
+
+
+def server_of(out: Path) -> dict | None:
+    file = out / "server.json"
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def child_pids(pattern: str, out: Path) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if pattern in line and str(out) in line and "torch.distributed" not in line:
+                found.append(int(entry.name))
+    return found
+
+
+def ordinals_of(out: Path) -> list[int]:
+    return sorted(o for batch in rows(out / "batches.jsonl") for o in batch["ordinals"])
+
+
+def books_of(out: Path) -> dict:
+    file = out / "books.json"
+    return json.loads(file.read_text()) if file.is_file() else {"step": 0}

@@ -7,8 +7,18 @@ import signal
 import pytest
 from safetensors.torch import load_file
 
-from tests.system.conftest import assert_sound, overrides, processes_of, rows, run, trained_rows
-from tests.system.test_faults import child_pids, start, steps_of, wait_until
+from tests.system.conftest import (
+    assert_sound,
+    child_pids,
+    overrides,
+    processes_of,
+    rows,
+    run,
+    start,
+    steps_of,
+    trained_rows,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 

@@ -5,9 +5,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import time
-from pathlib import Path
 
 import pytest
 
@@ -17,52 +14,20 @@ from async_rl.data import Group, make_group, token_trajectory
 from async_rl.protocol import Ticket
 from tests.system.conftest import (
     assert_sound,
-    command,
-    environment,
+    books_of,
+    child_pids,
+    ordinals_of,
     overrides,
     processes_of,
-    rows,
     run,
+    server_of,
+    start,
+    steps_of,
     summary_of,
+    wait_until,
 )
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
-
-
-def start(*arguments: str, log: Path) -> subprocess.Popen:
-    return subprocess.Popen(command(*arguments), stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment())
-
-
-def wait_until(condition, what: str, timeout_s: float = 90.0):
-    """Poll files that other processes write; there is no event to wait for."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
-        time.sleep(0.05)
-    return found
-
-
-def steps_of(out: Path) -> int:
-    file = out / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.is_file() else 0
-
-
-def server_of(out: Path) -> dict | None:
-    file = out / "server.json"
-    return json.loads(file.read_text()) if file.is_file() else None
-
-
-def child_pids(pattern: str, out: Path) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
-            if pattern in line and str(out) in line and "torch.distributed" not in line:
-                found.append(int(entry.name))
-    return found
 
 
 def test_hosts_started_by_hand_lose_one_actor_and_gain_another(tmp_path, small):
@@ -98,10 +63,6 @@ def test_hosts_started_by_hand_lose_one_actor_and_gain_another(tmp_path, small):
     assert "late (actor) joined" in joined
 
 
-def ordinals_of(out: Path) -> list[int]:
-    return sorted(o for batch in rows(out / "batches.jsonl") for o in batch["ordinals"])
-
-
 def test_a_server_and_a_learner_that_are_killed_twice_come_back_and_each_task_is_trained_once(tmp_path, small):
     out = tmp_path / "run"
     small |= {"steps": 40, "checkpoint.every": 5, "buffer.heartbeat_s": 1.0, "eval.every": 0}
@@ -118,11 +79,6 @@ def test_a_server_and_a_learner_that_are_killed_twice_come_back_and_each_task_is
     assert assert_sound(out, bound=2, steps=40)["restarts"] == {"server": 2, "learner": 2}
     assert ordinals_of(out) == list(range(40 * 8))  # nothing skipped, nothing repeated
     assert (tmp_path / "run.log").read_text().count("was ended by SIGKILL (out of memory?) and starts again") == 4
-
-
-def books_of(out: Path) -> dict:
-    file = out / "books.json"
-    return json.loads(file.read_text()) if file.is_file() else {"step": 0}
 
 
 def test_after_sigkill_of_the_launcher_the_run_resumes_and_trains_each_task_once(tmp_path, small):

@@ -6,8 +6,18 @@ import signal
 import pytest
 from safetensors.torch import load_file
 
-from tests.system.conftest import assert_sound, overrides, rows, run, summary_of, trained_rows
-from tests.system.test_faults import child_pids, start, steps_of, wait_until
+from tests.system.conftest import (
+    assert_sound,
+    child_pids,
+    overrides,
+    rows,
+    run,
+    start,
+    steps_of,
+    summary_of,
+    trained_rows,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
@@ -80,3 +90,16 @@ def test_when_one_of_two_ranks_is_killed_both_begin_again_and_the_actors_stay(tm
     assert_sound(out, bound=0, steps=STEPS)
     assert "actor0" not in summary_of(out)["restarts"]
     assert_same(out, expected, 1e-4)  # two ranks add in another order, and Adam divides by small numbers
+
+
+def test_a_run_that_is_resumed_with_more_ranks_and_actors_is_the_run_that_it_would_have_been(
+    tmp_path, small, undisturbed
+):
+    expected, out = reference(undisturbed, small), tmp_path / "run"
+    done = run("run", "arithmetic", *settings(dict(small), steps=6), "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    more = {"steps": STEPS, "learner.ranks": 2, "actors.count": 2}
+    done = run("run", "--resume", str(out), *overrides(more))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_sound(out, bound=0, steps=STEPS)
+    assert_same(out, expected, 1e-4)

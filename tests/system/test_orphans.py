@@ -9,8 +9,17 @@ from pathlib import Path
 import pytest
 
 from async_rl.launch.janitor import RUN_VARIABLE
-from tests.system.conftest import command, environment, overrides, processes_of, summary_of
-from tests.system.test_faults import server_of, start, steps_of, wait_until
+from tests.system.conftest import (
+    command,
+    environment,
+    overrides,
+    processes_of,
+    server_of,
+    start,
+    steps_of,
+    summary_of,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 

@@ -8,8 +8,21 @@ import sys
 
 import pytest
 
-from tests.system.conftest import REPOSITORY, assert_sound, environment, overrides, rows, run, summary_of, trained_rows
-from tests.system.test_faults import child_pids, server_of, start, steps_of, wait_until
+from tests.system.conftest import (
+    REPOSITORY,
+    assert_sound,
+    child_pids,
+    environment,
+    overrides,
+    rows,
+    run,
+    server_of,
+    start,
+    steps_of,
+    summary_of,
+    trained_rows,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
