@@ -25,7 +25,7 @@ import zmq
 
 from async_rl.curve import ClientKeys, secure_client
 from async_rl.data import Annotation, Group
-from async_rl.errors import DeadlineError, HandshakeError, WireError
+from async_rl.errors import DeadlineError, HandshakeError, StartAgainError, WireError
 from async_rl.inbox import Inbox
 from async_rl.process import cpu_seconds, rss_bytes
 from async_rl.protocol import BEATS_PER_PERIOD, SERVER_GONE_S, is_answer
@@ -234,7 +234,8 @@ class Connection:
         first, known = not self._run_id, self._run_id in ("", welcome["run_id"])
         self._run_id, self._period_s = str(welcome["run_id"]), float(welcome["heartbeat_s"])
         if not known:
-            self._end(HandshakeError(f"the server at {self._address} has begun another run; start this process again"))
+            # such as the same one after --resume: on another host nobody but us starts us again
+            self._end(StartAgainError(f"the server at {self._address} has begun another run; start this process again"))
             return
         epoch = int(welcome.get("epoch", 0))
         if first:

@@ -31,6 +31,7 @@ from rich.table import Table
 
 from async_rl.config import load_any
 from async_rl.launch.janitor import RUN_VARIABLE
+from async_rl.process import die_with_parent
 from async_rl.runfolder import RunFolder, read_json
 
 ROLES = {
@@ -88,7 +89,10 @@ class Run:
         sets = [] if resume else [word for setting in self.settings for word in ("--set", setting)]
         log = (self.out.parent / f"{self.out.name}.log").open("ab")
         command = [sys.executable, "-m", "async_rl", "run", *what, *sets]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        me = os.getpid()  # should this script be killed, the run is not to go on
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=lambda: die_with_parent(me)
+        )
         log.close()
 
     @property

@@ -16,7 +16,7 @@ from buffer_helpers import annotation, answer, make
 from server_helpers import WAIT_S, Cast, config, eventually, finish, manifest, running
 
 from async_rl.client import Client, Stopped
-from async_rl.errors import DeadlineError, HandshakeError, WireError
+from async_rl.errors import DeadlineError, HandshakeError, StartAgainError, WireError
 from async_rl.protocol import Ticket
 from async_rl.wire import Header, encode_groups, pack_header, unpack_header
 
@@ -391,11 +391,11 @@ def test_a_trained_step_that_was_lost_in_a_break_is_told_again_until_it_is_answe
         assert server.hear("trained", "beat")["type"] == "beat"
 
 
-def test_another_run_at_the_same_address_ends_the_client():
+def test_another_run_at_the_same_address_ends_this_life_of_the_client_and_the_next_one_may_join_it():
     with connected(heartbeat_s=0.1) as (server, client):
         server.say("refused", code="hello_first", reason="who are you?")
         server.welcome(run_id="another")
-        with pytest.raises(HandshakeError, match="another run"):
+        with pytest.raises(StartAgainError, match="another run"):
             receive_for_ever(client)
 
 
