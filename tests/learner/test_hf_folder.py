@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from server_part import server_part
 from token_domains import counters, domain_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
@@ -44,7 +45,7 @@ def saved(tmp_path, make_updater, tied):
     with torch.no_grad():
         updater.flat.data.mul_(2.5).add_(torch.randn_like(updater.flat.data), alpha=0.02)
     domain = domain_of(updater, build_tokenizer())
-    folder = Checkpoints(tmp_path, 1).save(counters(7), domain, lambda folder: None)
+    folder = Checkpoints(tmp_path, 1).save(counters(7), domain, server_part)
     return model_folder(folder), model
 
 
