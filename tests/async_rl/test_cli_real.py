@@ -1,20 +1,15 @@
 """The command line with the real processes: stop, resume, a launcher that is killed, an actor by hand."""
 
 import json
-import os
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from async_rl.launch.children import descendants
 from async_rl.runfolder import RunFolder
-from async_rl.weights.segment import unlink_run
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
@@ -91,22 +86,6 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path):
     assert books["trained"] == 4 * (done + 3)
     assert (out / "report.html").is_file()
     assert segments(out) == []
-
-
-def test_no_process_outlives_a_launcher_that_is_killed(tmp_path):
-    with Command("run", "arithmetic", "--out", tmp_path / "run", "--set", "steps=5000") as command:
-        command.await_line("step 1/5000")
-        family = descendants(command.process.pid)
-        assert len(family) >= 4  # server, learner, actor, evaluator; verifiers beside them
-        handles = [os.pidfd_open(pid) for pid in family]
-        command.process.kill()
-        deadline = time.monotonic() + 10
-        for handle in handles:
-            left = max(0.0, deadline - time.monotonic())
-            assert select.select([handle], [], [], left)[0], "a process of the run is still there after 10 s"
-            os.close(handle)
-    run_id = json.loads((tmp_path / "run" / "server.json").read_text())["run_id"]
-    unlink_run(run_id)  # nobody was left to do it
 
 
 def test_actors_join_a_learner_host_by_its_address(tmp_path):
