@@ -7,10 +7,11 @@ from actors.receiver import Prepared
 from async_rl.weights.manifest import Manifest, chunk_checksums, combine
 
 
-def manifest(version):
+def manifest(version, epoch=0):
     chunks = chunk_checksums(memoryview(b"abcd"), 4)
     return Manifest(
         version=version,
+        epoch=epoch,
         run_id="r",
         tensors=(),
         nbytes=4,

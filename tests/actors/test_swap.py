@@ -5,6 +5,7 @@ from collections import Counter
 
 import torch
 from control_fakes import SPACES, control, published
+from loop_fakes import manifest
 
 from actors.control.policy import Policy
 from actors.evaluation.evaluator import Evaluator, Result
@@ -12,23 +13,6 @@ from actors.receiver import Prepared
 from actors.swap import WeightSwap
 from async_rl.control.networks import build_actor
 from async_rl.timer import StateTimer
-from async_rl.weights.manifest import Manifest, chunk_checksums, combine
-
-
-def manifest(version, epoch=0):
-    chunks = chunk_checksums(memoryview(b"abcd"), 4)
-    return Manifest(
-        version=version,
-        epoch=epoch,
-        run_id="r",
-        tensors=(),
-        nbytes=4,
-        chunk_bytes=4,
-        chunks=chunks,
-        checksum=combine(chunks),
-        segment="s",
-        host="h",
-    )
 
 
 class Holder:
