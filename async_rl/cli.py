@@ -20,6 +20,7 @@ from typing import Annotated
 
 import typer
 
+from async_rl.bench.commands import app as bench
 from async_rl.errors import AsyncRLError, ConfigError
 
 app = typer.Typer(
@@ -30,6 +31,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+app.add_typer(bench, name="bench")
 
 
 class HostRole(StrEnum):
