@@ -82,6 +82,8 @@ def paired(
     Args:
         ours: runs once and returns the figure.
         baseline: the same for what it is compared with.
+        repeats: pairs that count.
+        warmup: pairs before them.
     """
     mine: list[float] = []
     theirs: list[float] = []
@@ -97,6 +99,7 @@ def show(title: str, figures: Sequence[Figure], out: Path | None, **facts: Any) 
 
     Args:
         title: such as ``transport``.
+        figures: one row each.
         out: the JSON file.
         facts: of plain types, what a reader needs to repeat it.
     """
