@@ -100,6 +100,10 @@ class TicketLoop(ABC):
     def _work(self) -> None:
         """One step; nothing is sampled with weights that are not proven."""
 
+    def _may_swap(self) -> bool:
+        """Whether a prepared version may be taken now."""
+        return True
+
     @abstractmethod
     def _is_idle(self) -> bool:
         """Whether another step would find nothing to do."""
@@ -138,7 +142,7 @@ class TicketLoop(ABC):
                 selector.register(descriptor, selectors.EVENT_READ)
             while self._stop is None:
                 self._handle(self._client.receive(0.0))
-                self._swap.commit()
+                self._swap.commit(self._may_swap)
                 self._work()
                 self._offer()
                 if self._stop is None and self._is_idle():

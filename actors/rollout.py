@@ -7,6 +7,7 @@ One ``_work`` of the loop (:mod:`actors.loop`):
 
 | part          | consumes     | produces    | waits for       | unblocked by         |
 |---------------|--------------|-------------|-----------------|----------------------|
+| ``_begin``    | tickets      | requests    | drained: a swap | new weights          |
 | ``_generate`` | requests     | completions | one decode step | the engine           |
 | ``_submit``   | results      | groups      | nothing         |                      |
 | ``_rest``     | nothing      | ``asleep``  | nothing         | colocated: a version |
@@ -23,6 +24,7 @@ from typing import Any
 
 from actors.engines.base import Engine
 from actors.loop import TicketLoop
+from actors.occupancy import Occupancy
 from actors.players.submission import group_of, outcomes_of
 from actors.players.work import Failed, Job, Player, Work
 from actors.receiver import Receiver
@@ -69,6 +71,9 @@ class Rollout(TicketLoop):
         )
         self._config, self._engine, self._player, self._problems = config, engine, player, problems
         self._works: dict[Job, Work] = {}
+        self._held_back: list[Work] = []
+        """Drained: what begins with the new weights."""
+        self._occupancy = Occupancy(config.actors.slots)
         self._failures = {
             source: Streak(client, f"the {source} failed {MAX_FAILURES} times in a row")
             for source in ("verifier", "environment")
@@ -76,7 +81,6 @@ class Rollout(TicketLoop):
         """Of each part that is the user's code."""
         self._worked = self._asleep = False
         """Colocated: whether there were tickets since the last sleep; whether the device is given back."""
-        self._wanted = math.ceil(config.actors.slots / config.sampling.group_size) + 1
         self.counts.update(generated_tokens=0, verifier_failures=0)
         self._last_token = time.monotonic()
 
@@ -85,6 +89,7 @@ class Rollout(TicketLoop):
         return {
             **super().info(),
             "running": self._engine.num_running,
+            **self._occupancy.read(),
             "last_token_s": round(time.monotonic() - self._last_token, 3),
         }
 
@@ -92,7 +97,14 @@ class Rollout(TicketLoop):
         return list(self._works.values())
 
     def _room(self) -> int:
-        return self._wanted - sum(not w.generated for w in self._works.values())
+        """As many groups as fill the slots, and one that waits, so that a slot which gets free is refilled at once."""
+        size = self._config.sampling.group_size
+        taken = self._player.unfinished + size * len(self._held_back)
+        return max(0, math.ceil((self._config.actors.slots + size - taken) / size))
+
+    def _may_swap(self) -> bool:
+        in_flight = self._config.actors.weight_updates == "in_flight"
+        return in_flight or not (self._engine.proven and self._player.unfinished)
 
     def _take(self, tickets: list[Ticket]) -> None:
         if self._asleep:  # they crossed our message: the server takes them back
@@ -112,7 +124,8 @@ class Rollout(TicketLoop):
                 since=time.monotonic(),
             )
             self._works[work] = work
-            self._player.begin(work)
+            self._held_back.append(work)
+        self._begin()
 
     def _cancel(self, keys: list[tuple[int, int]]) -> None:
         for ordinal, attempt in keys:
@@ -124,7 +137,10 @@ class Rollout(TicketLoop):
         return next((w for w in self._works.values() if w.id == ordinal and not w.generated), None)
 
     def _drop(self, work: Work) -> None:
-        self._player.drop(work)
+        if work in self._held_back:
+            self._held_back.remove(work)
+        else:
+            self._player.drop(work)
         del self._works[work]
 
     def _announce(self, manifest: Manifest) -> None:
@@ -134,9 +150,18 @@ class Rollout(TicketLoop):
         super()._announce(manifest)
 
     def _work(self) -> None:
+        self._begin()
         self._generate()
         self._submit()
         self._rest()
+
+    def _begin(self) -> None:
+        """Start what has come; while the engine is being drained, it waits for the new weights."""
+        if self._held_back and not self._swap.is_due:
+            for work in self._held_back:
+                self._player.begin(work)
+            self._held_back.clear()
+        self._occupancy.note(self._engine.num_running if self._engine.proven else 0)
 
     def _generate(self) -> None:
         """One decode step; an engine that works elsewhere is asked though it is idle: it may have failed."""
@@ -146,6 +171,7 @@ class Rollout(TicketLoop):
         if decodes:
             self._timer.enter("generating")
         completions = self._engine.step(0.0)
+        self._occupancy.note(self._engine.num_running)
         if completions:
             self._last_token = time.monotonic()
             self.counts["generated_tokens"] += sum(len(c.tokens) for c in completions)

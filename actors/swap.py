@@ -1,7 +1,8 @@
 """Weight versions from announcement to proof: fetched by the receiver, committed between two steps, reported as live.
 
 version ─► announce ─► receiver (its thread) ─► commit ─► engine.load_weights ─► live(version, checksum)
-              ▲                                                   │ refused
+              ▲                                   │               │ refused
+              │                                   └─ not yet: kept until its holder is drained, or a newer one comes
               └──────────────────── the newest once more ◄────────┘
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Protocol
 
 from actors.receiver import Prepared, Receiver
@@ -58,6 +60,7 @@ class WeightSwap:
         self._holder, self._receiver, self._client, self._timer = holder, receiver, client, timer
         self._counts, self._name = counts, name
         self._newest: Manifest | None = None
+        self._kept: Prepared | None = None
         self._held = (-1, -1)
         """Epoch and version of what was committed."""
         self._failures = 0
@@ -67,23 +70,32 @@ class WeightSwap:
         """Whether it waits for weights: nothing is proven, or a newer version was announced than it holds."""
         return not self._holder.proven or (self._newest is not None and self._newest.order > self._held)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a prepared version waits for its commit."""
+        return self._kept is not None
+
     def announce(self, manifest: Manifest) -> None:
         """A version was published; after a restart of the learner its number may be lower than that of the last."""
         if self._newest is None or manifest.order >= self._newest.order:
             self._newest = manifest
             self._receiver.fetch(manifest)
 
-    def commit(self) -> None:
+    def commit(self, may_swap: Callable[[], bool] = lambda: True) -> None:
         """Swap in the prepared version, if there is one. Until the read-back is proven, nothing may be sampled.
+
+        Args:
+            may_swap: asked when there is one; it is kept until this is true.
 
         Raises:
             WeightsError: the holder cannot hold what is published, again and again.
         """
-        prepared = self._receiver.ready()
-        if prepared is None:
+        self._kept = self._receiver.ready() or self._kept
+        if self._kept is None or not may_swap():
             return
+        prepared, self._kept = self._kept, None
         began = time.monotonic()
-        with self._timer.during("committing"):
+        with self._timer.during("paused"):
             try:
                 checksum = self._holder.load_weights(prepared.manifest, prepared.data)
             except WeightsError as error:

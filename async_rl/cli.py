@@ -1,6 +1,6 @@
 """The command line ``async-rl``. Heavy parts are imported by the commands that need them, so ``--help`` is instant.
 
-    run, learner ─► session.py ─► launcher.py          actor ─► actor_host.py       report, doctor, fetch, presets
+    run, learner ─► session.py ─► launcher.py          actor ─► actor_host.py       report, doctor, fetch, plan, presets
     play ─► actors.control.play (a process)            export ─► control/export.py
 
 Exit codes: 0 done; 1 the run failed; 2 a setting or argument is wrong; 130, 143 or 129 stopped by Ctrl-C, SIGTERM or a
@@ -156,6 +156,51 @@ def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="run folde
     from async_rl.report.page import write_report
 
     typer.echo(str(write_report(folder)))
+
+
+@app.command()
+def plan(
+    source: Source,
+    overrides: Overrides = None,
+    run: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN", help="run folder: take the speeds that were measured there")
+    ] = None,
+    tokens_per_s: Annotated[
+        float | None, typer.Option(help="tokens per second of an actor with all slots full")
+    ] = None,
+    slot_tokens_per_s: Annotated[
+        float | None, typer.Option(help="the same of one slot, in place of --tokens-per-s")
+    ] = None,
+    step_s: Annotated[float | None, typer.Option(help="seconds of a learner step")] = None,
+    publish_s: Annotated[float | None, typer.Option(help="seconds of the learner to publish a version")] = None,
+    weights_s: Annotated[float | None, typer.Option(help="seconds from there until it is live on the actors")] = None,
+    pause_s: Annotated[float | None, typer.Option(help="seconds for which the swap stops an actor")] = None,
+    filtered: Annotated[float | None, typer.Option(help="share of the groups that are replaced by fresh ones")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(metavar="WHAT", help="constant, lognormal, a file of lengths or a run folder")
+    ] = None,
+    median: Annotated[int | None, typer.Option(help="median length of an answer, in tokens")] = None,
+    actors: Annotated[str, typer.Option(metavar="N|search", help="number of actors, or try several")] = "search",
+    ranks: Annotated[int | None, typer.Option(min=1, help="learner ranks; default: learner.ranks")] = None,
+    imbalance: Annotated[bool, typer.Option("--imbalance", help="a step takes as long as its fullest rank")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="write the plan there")] = None,
+) -> None:
+    """Say by simulation how many actors a learner needs and which staleness bound; nothing is started."""
+    from async_rl.plan.command import Stated, run_plan
+
+    stated = Stated(
+        tokens_per_s=tokens_per_s,
+        slot_tokens_per_s=slot_tokens_per_s,
+        step_s=step_s,
+        publish_s=publish_s,
+        weights_s=weights_s,
+        pause_s=pause_s,
+        filtered=filtered,
+        lengths=lengths,
+        median=median,
+        ranks=ranks,
+    )
+    run_plan(source, overrides or [], stated, actors, run, imbalance, out)
 
 
 @app.command()

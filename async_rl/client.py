@@ -182,7 +182,22 @@ class Client:
         give_up: Callable[[], bool] = lambda: False,
         **fields: Any,
     ) -> Message:
-        """Send a message and wait for its answer; what else arrives is kept for :meth:`receive`.
+        """Send a message and wait for its answer, see :meth:`answer`; ``give_up`` is looked at before sending, too."""
+        if give_up():
+            raise Stopped("this process was asked to end", False)
+        self.send(kind, **fields)
+        return self.answer(kind, answer, deadline_s, give_up, **fields)
+
+    def answer(
+        self,
+        kind: str,
+        answer: str,
+        /,
+        deadline_s: float | None = None,
+        give_up: Callable[[], bool] = lambda: False,
+        **fields: Any,
+    ) -> Message:
+        """Wait for the answer to a message that was sent; what else arrives is kept for :meth:`receive`.
 
         The server may be started again meanwhile: what is asked for here is asked again.
 
@@ -190,23 +205,22 @@ class Client:
             kind: type of the message.
             answer: type of the answer.
             deadline_s: longest wait; ``None``: as long as the server lives, or comes back in time.
-            give_up: looked at before the message is sent and while the answer is awaited.
+            give_up: looked at while the answer is awaited.
             fields: of the message.
 
         Raises:
-            Stopped: the server says stop instead, or ``give_up`` does.
+            Stopped: the server says stop instead, or ``give_up`` does. A stop that names a step answers ``next`` alone.
             DeadlineError: no answer in time, or the server has gone silent.
             HandshakeError: the server has let us go.
         """
-        if give_up():
-            raise Stopped("this process was asked to end", False)
-        self.send(kind, **fields)
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        arrived: Sequence[Message] = [*self._held]
+        self._held.clear()
         while True:
             found = None
-            left_s = math.inf if deadline is None else deadline - time.monotonic()
-            for header, frames in self._take(min(left_s, _LOOK_S)):
-                if header["type"] == "stop":
+            for header, frames in arrived:
+                is_stop = header["type"] == "stop" and (kind == "next" or "step" not in header)
+                if is_stop and is_answer(fields, header):
                     raise Stopped(str(header.get("reason", "")), bool(header.get("error", False)))
                 if header["type"] != answer:
                     self._held.append((header, frames))
@@ -218,6 +232,8 @@ class Client:
                 raise Stopped("this process was asked to end", False)
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineError(f"the server at {self._address} did not answer {kind!r} within {deadline_s:g} s")
+            left_s = math.inf if deadline is None else deadline - time.monotonic()
+            arrived = self._take(min(left_s, _LOOK_S))
 
     def fileno(self) -> int:
         """Readable while :meth:`receive` has something to return or to raise; for ``select`` with other sources."""

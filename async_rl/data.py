@@ -93,6 +93,8 @@ class Group:
     """float32 ``[G]``."""
     meta: Mapping[str, Any] = field(default_factory=dict)
     """Small plain facts (actor id, seconds spent, verifier outcome); never needed for the maths."""
+    laid_out: Any = field(default=None, init=False, repr=False, compare=False)
+    """How it came off the wire, see :mod:`async_rl.wire`; a changed copy (``dataclasses.replace``) has none."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -145,16 +147,20 @@ def is_correct(rewards: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     return correct
 
 
+_UNSIGNED = {size: np.dtype(f"uint{8 * size}") for size in (1, 2, 4, 8)}
+
+
 def oldest_version(versions: Array) -> int:
     """Oldest version in an array of per-token versions, entries of -1 (not sampled) left out.
 
     Raises:
         ValueError: if no token was sampled.
     """
-    sampled = versions[versions >= 0]
-    if sampled.size == 0:
+    # read without a sign, -1 is the largest number there is, and need not be left out
+    oldest = int(versions.view(_UNSIGNED[versions.itemsize]).min(initial=-1 % (1 << 8 * versions.itemsize)))
+    if oldest >> 8 * versions.itemsize - 1:
         raise ValueError("no sampled token, so no age")
-    return int(sampled.min())
+    return oldest
 
 
 def age(item: Trajectory | Group, version: int) -> int:

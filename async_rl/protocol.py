@@ -15,8 +15,8 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 | asleep | actor | none: it has given its device back (colocated); it wakes with the next ``version`` | none |
 | beat | any | timer: see :class:`async_rl.timer.StateTimer`, in_flight, cpu_s, rss_bytes, info | beat |
 | live | actor, evaluator | epoch, version, checksum, transfer_s, commit_s, pause_s | none: tickets count from it |
-| next | learner | step; one that is not trained yet gives the same shard again | shard, when deliverable; or stop |
-| trained | learner 0 | step (-1: only publishes the start version), manifest, stats | trained (books, after the step) |
+| next | learner | step, also ahead; an untrained one gives the same shard again | shard, when deliverable; or stop |
+| trained | learner 0 | step (-1: only publishes the start version), manifest, stats | trained (books, stopping) |
 | snapshot | learner 0 | path: folder of the run for ``ledger.json``, ``groups.bin`` | snapshot (path, ok, detail) |
 | eval | evaluator | epoch, version, metrics, samples | none; forwarded in shard stats |
 | done | learner 0 | stopped: true before the last step | stop: actors, after the last eval all |
@@ -36,10 +36,11 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 | version | actor, evaluator | manifest of the newest version; again while it sleeps: there is more work at it |
 | shard | learner | step, groups + frames, minibatch, counts, costs (:mod:`async_rl.buffer.sharding`), stats |
 | status | monitor | the run at a glance, after each event worth it and at each of its beats |
-| stop | all | reason, error (bool) |
+| stop | all | reason, error (bool); step: only in the answer to ``next`` |
 
 Winding down: a rank gets ``stop`` as the answer to ``next`` of the first step that no rank has, so that all end after
-the same step; rank 0 then sends ``snapshot`` and ``done`` with ``stopped``. An error stops all at once.
+the same step; one that all have ahead is not begun, because ``trained`` says ``stopping``. Rank 0 then sends
+``snapshot`` and ``done`` with ``stopped``. An error stops all at once.
 Rejoining: a client that is told ``hello_first`` (its connection broke, it was taken for dead, or the server was started
 again) says hello again and repeats its credit, live version, waiting or trained step, snapshot, newest evaluation,
 ``done``, and what is unacknowledged: groups, annotations, failed attempts. A server that is silent for a period of
@@ -58,7 +59,7 @@ its ``asleep`` are taken back: a ``cancel`` follows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 PROTOCOL_VERSION = 3
@@ -104,7 +105,15 @@ class Ticket:
 
     def to_wire(self) -> list[Any]:
         """As a plain list."""
-        return list(astuple(self))
+        return [
+            self.ordinal,
+            self.attempt,
+            self.task_index,
+            self.group_size,
+            self.version,
+            self.lease_s,
+            self.draw,
+        ]
 
     @classmethod
     def from_wire(cls, fields: list[Any]) -> Ticket:

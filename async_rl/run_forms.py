@@ -92,6 +92,8 @@ SUMMARY = Fields(
         "throughput": _NUMBERS,
         "episodes": _NUMBERS,
         "utilization": _NUMBERS,
+        "states": Each(_NUMBERS),
+        "bottleneck": text,
         "staleness": _STALENESS,
         "ledger": _COUNTS,
         "stages": Each(Each(number, nullable=True)),

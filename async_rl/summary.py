@@ -13,6 +13,8 @@
 | episodes      | control: return and length, means of the last 100 episodes of training, and their number  |
 | utilization   | learner, actors and, where there are any, scorers: share of the time from first to last     |
 |               | training in own work                                                                      |
+| states        | for the same roles each state's share of that time, which sum to 1                         |
+| bottleneck    | who waited for whom, and what to do about it, in words                                     |
 | staleness     | max, mean, histogram (trained tokens per age), bound                                       |
 | ledger        | issued, open, scoring, ready, delivered, trained, filtered, failed                         |
 | stages        | per stage that scorers serve: annotated, groups_per_s, failed, returned; see :func:`scoring` |
@@ -35,8 +37,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_rl import __version__
+from async_rl.report import bottleneck
 from async_rl.report.trace import roles, spans_by_process
-from async_rl.report.usage import role_utilization, seconds_per_state
+from async_rl.report.usage import role_shares, role_utilization, seconds_per_state
 from async_rl.runfolder import Row, RunFolder, write_atomically
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ def write_summary(out: Path, outcome: Outcome) -> dict[str, Any]:
 def summarize(run: RunFolder, outcome: Outcome | None) -> dict[str, Any]:
     """The summary of a run; ``outcome`` is ``None`` while it goes on or when its launcher was killed."""
     books, metrics, timeline = run.books, run.metrics, run.timeline
+    states, staleness = states_of(timeline), books.get("staleness") or {}
     return {
         "status": outcome.status if outcome else books.get("status", "running"),
         "reason": outcome.reason if outcome else books.get("reason", ""),
@@ -62,7 +66,9 @@ def summarize(run: RunFolder, outcome: Outcome | None) -> dict[str, Any]:
         "throughput": throughput(metrics, books.get("tokens") or {}),
         "episodes": episodes(books.get("control") or {}),
         "utilization": shares(timeline),
-        "staleness": books.get("staleness") or {},
+        "states": states,
+        "bottleneck": bottleneck.words(states, staleness.get("bound")),
+        "staleness": staleness,
         "ledger": books.get("books") or {},
         "stages": scoring(books.get("stages") or {}),
         "weights": weights(books.get("weights") or {}, timeline),
@@ -83,6 +89,15 @@ def shares(timeline: Sequence[Row]) -> dict[str, float | None]:
     scorers = role_utilization(timeline, "scorer")
     found = {"learner": role_utilization(timeline, "learner"), "actors": role_utilization(timeline, "actor")}
     return found if scorers is None else found | {"scorers": scorers}
+
+
+def states_of(timeline: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Shares of the states by role, where a role has any."""
+    found = {name: role_shares(timeline, role) for name, role in _ROLES.items()}
+    return {name: {state: round(s, 4) for state, s in part.items()} for name, part in found.items() if part}
+
+
+_ROLES = {"learner": "learner", "actors": "actor", "scorers": "scorer"}
 
 
 def eval_values(evals: Sequence[Row]) -> dict[str, float]:

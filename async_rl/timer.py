@@ -15,7 +15,7 @@ State = Literal[
     "starting",
     "generating",
     "scoring",
-    "committing",
+    "paused",
     "waiting_ticket",
     "waiting_weights",
     "waiting_data",
@@ -28,9 +28,12 @@ State = Literal[
 ]
 STATES: tuple[State, ...] = get_args(State)
 WORK: frozenset[State] = frozenset(
-    {"generating", "scoring", "committing", "training", "reducing", "publishing", "checkpointing", "evaluating"}
+    {"generating", "scoring", "training", "reducing", "publishing", "checkpointing", "evaluating"}
 )
-"""States in which a process does its own work; utilisation is their share of wall-clock, ``starting`` excluded."""
+"""States in which a process does its own work; utilisation is their share of wall-clock, ``starting`` excluded.
+
+``paused`` is a swap of weights, for which generation stands still.
+"""
 
 _MAX_SPANS = 4096
 

@@ -1,11 +1,15 @@
-"""Groups on the wire: one msgpack header, then one raw frame per array. No pickle, no copies of array data.
+"""Groups on the wire: one msgpack header, then raw frames. No pickle, no copies of array data that is worth a frame.
 
-    message = [ msgpack header | frame | frame | ... ]
-    header  = {"type": ..., "schema": 1, ..., "groups": [ {ids, lengths, "arrays": [[name, dtype, shape], ...]}, ... ]}
+    message = [ msgpack header | frames of the first group | frames of the second | ... ]
+    header  = {"type": ..., "schema": 2, ..., "groups": [ {ids, lengths, "arrays": [[name, dtype, shape], ...]}, ... ]}
+    group   = [ all arrays below JOINT_BELOW, one behind the other | array | array | ... ]
 
-Each group owns as many consecutive frames as it lists arrays; rewards are an array like the others. An annotation is
-described as a group with one array, named by its stage, and without lengths, task and meta. Whatever does not fit is
-refused with a :class:`~async_rl.errors.WireError` whose ``reason`` the server counts.
+The arrays of a group, of which the rewards are one, come in the order in which they are listed: the small ones in a
+joint frame, each filled up to a multiple of 8 bytes, because a frame costs more than to copy them; then each larger one
+in a frame of its own. A group without small arrays has no joint frame. What was decoded remembers its frames, so that
+it goes on to the journal and to the learner as it came. An annotation is described as a group with one array, named by
+its stage, and without lengths, task and meta; it has one frame. Whatever does not fit is refused with a
+:class:`~async_rl.errors.WireError` whose ``reason`` the server counts.
 """
 
 from __future__ import annotations
@@ -21,12 +25,22 @@ import numpy as np
 from async_rl.data import REQUIRED_TOKEN_FIELDS, TOKEN_FIELDS, UNALIGNED, Annotation, Group
 from async_rl.errors import WireError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 Frame = bytes | memoryview
 Header = dict[str, Any]
 
-_DTYPES = frozenset({"int8", "uint8", "int32", "int64", "float16", "float32", "float64", "bool"})
+JOINT_BELOW = 16_384
+"""Bytes: smaller arrays share a frame."""
+_DTYPES = {
+    name: np.dtype(name) for name in ("int8", "uint8", "int32", "int64", "float16", "float32", "float64", "bool")
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_TOKEN_DTYPES = {name: np.dtype(dtype) for name, dtype in TOKEN_FIELDS.items()}
 _REWARDS = "rewards"
+_ALIGNED = 8
+_PADDING = tuple(bytes(n) for n in range(_ALIGNED))
+_NO_CONTAINERS = bytes({*range(256)} - {*range(0x80, 0xA0), *range(0xDC, 0xE0)})
+"""Bytes that begin no list and no map."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +89,8 @@ def unpack_header(frame: Frame, limits: Limits = LIMITS) -> Header:
         raise WireError("bad_msgpack", str(error)[:200]) from None
     if not isinstance(header, dict) or not isinstance(header.get("type"), str):
         raise WireError("bad_header", "not a map with a type")
-    if _is_deeper(header, limits.depth):
+    # each level begins with a byte of its own, so that what has few of them need not be looked through
+    if len(bytes(frame).translate(None, _NO_CONTAINERS)) > limits.depth and _is_deeper(header, limits.depth):
         raise WireError("too_deep", f"more than {limits.depth} levels of nesting")
     return header
 
@@ -104,28 +119,46 @@ def _is_deeper(value: Any, depth: int) -> bool:
     return True
 
 
-def encode_groups(message_type: str, groups: Sequence[Group], **fields: Any) -> list[Frame]:
-    """Encode groups into one message; ``fields`` join the header. Array memory is referenced, not copied."""
+def encode_groups(message_type: str, groups: Sequence[Group], *, with_meta: bool = True, **fields: Any) -> list[Frame]:
+    """Encode groups into one message; ``fields`` join the header. Memory of large arrays is referenced, not copied.
+
+    Args:
+        message_type: of the message.
+        groups: in its order.
+        with_meta: False: without their ``meta``, which is for people.
+        fields: of the header.
+    """
     described, frames = [], []
     for group in groups:
-        arrays = {**group.arrays, _REWARDS: group.rewards}
-        entry = []
-        for name, array in arrays.items():
-            contiguous = np.ascontiguousarray(array)
-            entry.append([name, str(contiguous.dtype), list(contiguous.shape)])
-            frames.append(contiguous.data.cast("B") if contiguous.size else b"")
+        specs, own = group.laid_out or _lay_out(group)
+        frames += own
         described.append(
             {
                 "ordinal": group.ordinal,
                 "attempt": group.attempt,
                 "task_index": group.task_index,
-                "lengths": list(group.lengths),
-                "arrays": entry,
-                "meta": dict(group.meta),
+                "lengths": group.lengths,
+                "arrays": specs,
+                "meta": dict(group.meta) if with_meta else {},
             }
         )
     header = {"type": message_type, "schema": SCHEMA_VERSION, "groups": described, **fields}
     return [pack_header(header), *frames]
+
+
+def _lay_out(group: Group) -> tuple[list[list[Any]], list[Frame]]:
+    """The group's arrays as they are described, and its frames."""
+    specs: list[list[Any]] = []
+    joint: list[bytes] = []
+    frames: list[Frame] = []
+    for name, given in (*group.arrays.items(), (_REWARDS, group.rewards)):
+        array = given if given.flags.c_contiguous else np.ascontiguousarray(given)
+        specs.append([name, _NAMES.get(array.dtype) or str(array.dtype), list(array.shape)])
+        if array.nbytes < JOINT_BELOW:
+            joint += (array.tobytes(), _PADDING[-array.nbytes % _ALIGNED])
+        else:
+            frames.append(array.data.cast("B"))
+    return specs, [b"".join(joint), *frames] if joint else frames
 
 
 def decode_groups(header: Header, frames: Sequence[Frame], limits: Limits = LIMITS) -> list[Group]:
@@ -137,8 +170,9 @@ def decode_groups(header: Header, frames: Sequence[Frame], limits: Limits = LIMI
     """
     groups, cursor = [], 0
     for entry in _described(header, limits):
-        group, cursor = _decode_group(entry, frames, cursor, limits)
+        group, own = _decode_group(entry, frames, cursor, limits)
         groups.append(group)
+        cursor += own
     if cursor != len(frames):
         raise WireError("frame_count", f"{cursor} described, {len(frames)} received")
     return groups
@@ -195,6 +229,7 @@ def _described(header: Header, limits: Limits) -> list[Any]:
 
 
 def _decode_group(entry: Any, frames: Sequence[Frame], cursor: int, limits: Limits) -> tuple[Group, int]:
+    """The group whose frames begin at ``cursor``, and how many they are."""
     if not isinstance(entry, dict):
         raise WireError("bad_header", "a group is not a map")
     ordinal, attempt, task_index = (_natural(entry, k) for k in ("ordinal", "attempt", "task_index"))
@@ -207,31 +242,13 @@ def _decode_group(entry: Any, frames: Sequence[Frame], cursor: int, limits: Limi
         raise WireError("bad_header", "arrays must be a list and meta a map")
     if len(specs) > limits.arrays:
         raise WireError("too_many_arrays", str(len(specs)))
-    if len(pack_header(meta)) > limits.meta_bytes:
+    if meta and len(pack_header(meta)) > limits.meta_bytes:
         raise WireError("meta_too_large", f"of ordinal {ordinal}")
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
-    for spec in specs:
-        if cursor >= len(frames):
-            raise WireError("frame_count", "fewer frames than arrays")
-        name, array = _decode_array(spec, frames[cursor], limits)
-        if name in arrays:
-            raise WireError("bad_header", f"{name} comes twice")
-        arrays[name] = array
-        cursor += 1
+    arrays, own = _decode_arrays(specs, frames, cursor, limits)
     rewards = arrays.pop(_REWARDS, None)
     if rewards is None or rewards.shape != (len(lengths),) or rewards.dtype != np.float32:
         raise WireError("missing_array", "rewards must be float32 with one entry per trajectory")
-    total = sum(lengths)
-    for name in REQUIRED_TOKEN_FIELDS if "tokens" in arrays else ():
-        if name not in arrays:
-            raise WireError("missing_array", name)
-    for name, array in arrays.items():
-        if array.ndim < 1 or (array.shape[0] != total and not name.startswith(UNALIGNED)):
-            raise WireError("bad_shape", f"{name} {array.shape}, lengths sum to {total}")
-        if "tokens" in arrays and name in TOKEN_FIELDS and (array.dtype != TOKEN_FIELDS[name] or array.ndim != 1):
-            raise WireError("bad_dtype", f"{name} must be {TOKEN_FIELDS[name]} [T], got {array.dtype} {array.shape}")
-    if "versions" not in arrays:
-        raise WireError("missing_array", "versions")
+    _check_aligned(arrays, sum(lengths))
     group = Group(
         ordinal=ordinal,
         attempt=attempt,
@@ -241,7 +258,60 @@ def _decode_group(entry: Any, frames: Sequence[Frame], cursor: int, limits: Limi
         rewards=rewards,
         meta=meta,
     )
-    return group, cursor
+    object.__setattr__(group, "laid_out", (specs, own))
+    return group, len(own)
+
+
+def _decode_arrays(
+    specs: list[Any], frames: Sequence[Frame], cursor: int, limits: Limits
+) -> tuple[dict[str, np.ndarray[Any, Any]], list[Frame]]:
+    """The arrays that ``specs`` describe, and the frames that they are views of, which begin at ``cursor``."""
+    described = [_described_array(spec, limits) for spec in specs]
+    shared = [nbytes + -nbytes % _ALIGNED for _, _, _, nbytes in described if nbytes < JOINT_BELOW]
+    num_own = len(described) - len(shared) + bool(shared)
+    own = list(frames[cursor : cursor + num_own])
+    if len(own) < num_own:
+        raise WireError("frame_count", "fewer frames than arrays")
+    for frame in own:
+        if len(frame) > limits.frame_bytes:
+            raise WireError("frame_too_large", f"{len(frame)} bytes")
+    if shared and sum(shared) != len(own[0]):
+        raise WireError("bad_shape", f"small arrays of {sum(shared)} bytes are not {len(own[0])} bytes")
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    offset, at = 0, bool(shared)
+    for name, dtype, shape, nbytes in described:
+        if name in arrays:
+            raise WireError("bad_header", f"{name} comes twice")
+        if nbytes < JOINT_BELOW:
+            array = np.frombuffer(own[0], dtype, nbytes // dtype.itemsize, offset) if nbytes else np.empty(0, dtype)
+            offset += nbytes + -nbytes % _ALIGNED
+        elif nbytes != len(own[at]):
+            raise WireError("bad_shape", f"{name}: {shape} {dtype} is not {len(own[at])} bytes")
+        else:
+            array = np.frombuffer(own[at], dtype)
+            at += 1
+        if len(shape) != 1:
+            array = array.reshape(shape)
+        array.flags.writeable = False
+        arrays[name] = array
+    return arrays, own
+
+
+def _check_aligned(arrays: Mapping[str, np.ndarray[Any, Any]], total: int) -> None:
+    """Raise unless the arrays of a group whose lengths sum to ``total`` fit to each other."""
+    has_tokens = "tokens" in arrays
+    for name in REQUIRED_TOKEN_FIELDS if has_tokens else ("versions",):
+        if name not in arrays:
+            raise WireError("missing_array", name)
+    for name, array in arrays.items():
+        shape = array.shape
+        if shape != (total,):
+            if not shape or (shape[0] != total and not name.startswith(UNALIGNED)):
+                raise WireError("bad_shape", f"{name} {shape}, lengths sum to {total}")
+            if has_tokens and name in TOKEN_FIELDS and len(shape) != 1:
+                raise WireError("bad_dtype", f"{name} must be {TOKEN_FIELDS[name]} [T], got {array.dtype} {shape}")
+        if has_tokens and name in TOKEN_FIELDS and array.dtype != _TOKEN_DTYPES[name]:
+            raise WireError("bad_dtype", f"{name} must be {TOKEN_FIELDS[name]} [T], got {array.dtype} {shape}")
 
 
 def _natural(entry: Mapping[str, Any], key: str) -> int:
@@ -252,23 +322,32 @@ def _natural(entry: Mapping[str, Any], key: str) -> int:
 
 
 def _decode_array(spec: Any, frame: Frame, limits: Limits) -> tuple[str, np.ndarray[Any, Any]]:
-    if not (isinstance(spec, list) and len(spec) == 3 and isinstance(spec[0], str) and isinstance(spec[2], list)):
-        raise WireError("bad_header", "an array is [name, dtype, shape]")
-    name, dtype, shape = spec
-    if len(name) > limits.name:
-        raise WireError("bad_header", f"an array's name of {len(name)} characters")
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise WireError("bad_dtype", f"{name}: {dtype!r:.60}")
-    if len(shape) > 8 or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
-        raise WireError("bad_shape", f"{name}: {shape!r:.200}")
+    """The array that is alone in a frame."""
+    name, dtype, shape, nbytes = _described_array(spec, limits)
     if len(frame) > limits.frame_bytes:
         raise WireError("frame_too_large", f"{name}: {len(frame)} bytes")
-    if (
-        math.prod(max(n, 1) for n in shape) > limits.frame_bytes
-    ):  # numpy multiplies the other axes of an empty array, too
-        raise WireError("bad_shape", f"{name}: {shape!r}")
-    if math.prod(shape) * np.dtype(dtype).itemsize != len(frame):
+    if nbytes != len(frame):
         raise WireError("bad_shape", f"{name}: {shape} {dtype} is not {len(frame)} bytes")
-    array = np.frombuffer(frame, dtype=dtype).reshape(shape)
+    array = np.frombuffer(frame, dtype).reshape(shape)
     array.flags.writeable = False
     return name, array
+
+
+def _described_array(spec: Any, limits: Limits) -> tuple[str, np.dtype[Any], list[int], int]:
+    """Name, type, shape and bytes of an array that has a possible description."""
+    if not (isinstance(spec, list) and len(spec) == 3 and isinstance(spec[0], str) and isinstance(spec[2], list)):
+        raise WireError("bad_header", "an array is [name, dtype, shape]")
+    name, kind, shape = spec
+    if len(name) > limits.name:
+        raise WireError("bad_header", f"an array's name of {len(name)} characters")
+    dtype = _DTYPES.get(kind) if isinstance(kind, str) else None
+    if dtype is None:
+        raise WireError("bad_dtype", f"{name}: {kind!r:.60}")
+    if len(shape) == 1 and type(shape[0]) is int and 0 <= shape[0] <= limits.frame_bytes:
+        return name, dtype, shape, shape[0] * dtype.itemsize
+    if len(shape) > 8 or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
+        raise WireError("bad_shape", f"{name}: {shape!r:.200}")
+    # numpy multiplies the other axes of an empty array, too
+    if math.prod(max(n, 1) for n in shape) > limits.frame_bytes:
+        raise WireError("bad_shape", f"{name}: {shape!r}")
+    return name, dtype, shape, math.prod(shape) * dtype.itemsize

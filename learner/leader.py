@@ -66,6 +66,8 @@ class Leader:
         self._checkpoints = Checkpoints(out.resolve(), config.checkpoint.keep)
         self._out = out
         self._saved_step = -1
+        self.stopping = False
+        """Whether the run winds down, by the server's answer to the last version: no step is begun any more."""
         self._staged: Manifest | None = None
         self._last_eval = start - 1  # the folder of a resumed run holds older ones
 
@@ -88,6 +90,7 @@ class Leader:
         with self._timer.during("publishing"):
             wire, stats = manifest.to_wire(), {"publish_s": seconds}
             header, _ = self._client.request("trained", "trained", step=step, manifest=wire, stats=stats)
+        self.stopping = header["stopping"]
         metrics: Metrics = {f"books/{name}": float(count) for name, count in header["books"].items()}
         return metrics | {"time/publish_s": seconds}
 
@@ -127,7 +130,8 @@ class Leader:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise DeadlineError(f"the server did not stop the run within {FINISH_TIMEOUT_S:.0f} s of the last step")
-            stop = next((h for h, _ in self._client.receive(left_s) if h["type"] == "stop"), None)
+            heard = [header for header, _ in self._client.receive(left_s) if header["type"] == "stop"]
+            stop = next((header for header in heard if "step" not in header), None)  # else it answered ``next``
         if stop["error"]:
             raise AsyncRLError(f"the run failed: {stop['reason']}")
         late = [e for e in RunFolder(self._out).evals if e["version"] > self._last_eval]

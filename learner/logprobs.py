@@ -42,7 +42,8 @@ def _hidden(
     """Last hidden states ``[R, L, H]``; without a mask each column sees itself and those before it."""
     if visible_RLL is None:
         return last_hidden(model, inputs_RL, use_cache=False)
-    mask = visible_RLL[:, None]
+    # numbers to add, made once: kernels would make them of a bool mask again in every layer
+    mask = torch.zeros((), dtype=model.dtype, device=visible_RLL.device).where(visible_RLL, -torch.inf)[:, None]
     return last_hidden(model, inputs_RL, attention_mask=mask, position_ids=positions_RL, use_cache=False)
 
 

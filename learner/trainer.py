@@ -1,8 +1,13 @@
 """The learner's loop, the same on every rank; rank 0 has a :class:`Leader` beside it.
 
-next(s) ─► shard ─► all ranks have theirs? ─► Domain.train: updates, each with one all_reduce
-   ▲                                                                    │
-   └── checkpoint ◄── metrics ◄── trained(s), version s + 1 ◄── publish ┘   (rank 0)
+shard of s ─► all ranks have theirs? ─► next(s + 1) ─► Domain.train: updates, each with one all_reduce
+   ▲                                       │                              │
+   │                                       └─► server ─► inbox            │
+   └── checkpoint ◄── metrics ◄── trained(s), version s + 1 ◄── publish ──┘   (rank 0)
+
+The next shard is asked for before a step is trained, so that it is there when the step is over. That changes neither
+what is trained (oldest first) nor the bound: what is delivered ahead counts as a step of η. Where it could change it,
+nothing is asked for ahead: :func:`asks_ahead`.
 
 Colocated, every rank gives its device's memory back after the copy for publishing, before
 the version is announced and wakes the actors; it takes the memory again when it has its next shard.
@@ -63,6 +68,8 @@ class Trainer:
         self._terminated = terminated
         self._unit = "env_steps" if config.is_control else "tokens"
         self._row_at = time.monotonic()
+        self._asked = -1
+        """Step whose shard was asked for last."""
 
     @property
     def state(self) -> TrainerState:
@@ -88,21 +95,30 @@ class Trainer:
             began = time.monotonic()
             shard = self._next_shard()
             waited_s = time.monotonic() - began
-            # The server stops all ranks at the same step; a rank with a SIGTERM of its own must not leave the others in
-            # the all_reduce.
-            if not self._group.all_agree(shard is not None) or shard is None:
+            # The server stops all ranks at the same step, but only rank 0 hears that one which all have is not to
+            # begin; a rank with a SIGTERM of its own must not leave the others in the all_reduce.
+            begins = shard is not None and not (self._leader is not None and self._leader.stopping)
+            if not self._group.all_agree(begins) or shard is None:
                 return False
+            if asks_ahead(self._config) and self._step + 1 < self._config.steps:
+                self._ask(self._step + 1)
             self._train(*shard, began, waited_s)
         return True
 
     def _next_shard(self) -> tuple[Header, Sequence[Frame]] | None:
         self._timer.enter("waiting_data")
+        if self._asked < self._step:
+            self._ask(self._step)
         try:
-            return self._client.request("next", "shard", give_up=self._terminated, step=self._step)
+            return self._client.answer("next", "shard", give_up=self._terminated, step=self._step)
         except Stopped as stop:
             if stop.error:
                 raise
             return None
+
+    def _ask(self, step: int) -> None:
+        self._client.send("next", step=step)
+        self._asked = step
 
     def _train(self, header: Header, frames: Sequence[Frame], began: float, waited_s: float) -> None:
         step = self._step
@@ -146,6 +162,15 @@ class Trainer:
             "rss": float(rss_bytes()),
         }
         return progress | ({"fps/total": amount / (now - before)} if self._config.is_control else {})
+
+
+def asks_ahead(config: RunConfig) -> bool:
+    """Whether a step's shard is asked for during the step before.
+
+    Not with η = 0, where it does not exist yet; not colocated, where actors have the device in between; not with
+    replay, where what the present step returns may belong to the next.
+    """
+    return config.buffer.max_staleness > 0 and not config.actors.colocated and config.buffer.max_uses == 1
 
 
 def server_metrics(stats: Mapping[str, Any]) -> Metrics:

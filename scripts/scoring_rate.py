@@ -26,7 +26,7 @@ from async_rl.runfolder import read_json
 SETTINGS = {
     "steps": 1_000_000,
     "actors.engine": "mock",
-    "actors.mock_latency_s": 0.001,
+    "actors.mock_speed": 16000.0,
     "reward.placement": "scorer",
     "task.verifier": "scoring_rate:slow",
     "sampling.group_size": 2,

@@ -8,6 +8,7 @@ from pathlib import Path
 from actors.engines.base import Engine
 from async_rl.config import Config
 from async_rl.errors import ConfigError
+from async_rl.lengths import Lengths
 from async_rl.models import context_length, device_for, stop_token_ids, vocabulary_size
 
 
@@ -54,9 +55,10 @@ def _mock(config: Config, model_path: Path) -> Engine:
     from actors.engines.mock import MockEngine
 
     return MockEngine(
-        latency_s=config.actors.mock_latency_s,
-        latency_sigma=config.actors.mock_latency_sigma,
-        mean_tokens=config.actors.mock_tokens,
+        lengths=Lengths.parse(
+            config.actors.mock_lengths, median=config.actors.mock_tokens, p99_over_p50=config.actors.mock_spread
+        ),
+        tokens_per_s=config.actors.mock_speed,
         vocab=min(vocabulary_size(model_path), 128),
         stop_token_ids=stop_token_ids(model_path),
         slots=config.actors.slots,

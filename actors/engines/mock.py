@@ -1,8 +1,8 @@
-"""An engine without a model: completions of given lengths that take a given time, for tests, benchmarks and planning.
+"""An engine without a model: completions of given lengths at a given speed, for tests, benchmarks and planning.
 
-submit ──► queue ──slot free──► running (finish time drawn) ──clock passes it──► completion
-                                   └─ token j of n is emitted at start + duration · (j + 1) / n, under the version
-                                      that was live then: a sample that spans a swap carries both
+submit ──► queue ──slot free──► running (length drawn) ──clock passes its end──► completion
+                                   └─ token j of n is emitted at start + (j + 1) / speed, under the version that was
+                                      live then: a sample that spans a swap carries both
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from actors.engines.alarm import Alarm
 from actors.engines.base import Completion, Request
 from async_rl.errors import AsyncRLError, WeightsError
+from async_rl.lengths import Lengths, request_rng
 from async_rl.weights.manifest import Manifest, chunk_checksums, combine
 
 
@@ -37,12 +38,11 @@ class _Sample:
 
 
 class MockEngine:
-    """Implements :class:`actors.engines.base.Engine`; durations are log-normal, lengths geometric.
+    """Implements :class:`actors.engines.base.Engine`; a slot is as fast whatever the others do.
 
     Args:
-        latency_s: median time of a completion.
-        latency_sigma: sigma of its logarithm.
-        mean_tokens: mean length before ``max_new_tokens`` cuts it.
+        lengths: of completions, before ``max_new_tokens`` cuts them.
+        tokens_per_s: of one slot.
         vocab: token ids are below it, uniform among those that do not stop.
         stop_token_ids: the first one ends a completion that is not cut.
         slots: samples that run at the same time.
@@ -53,21 +53,18 @@ class MockEngine:
     def __init__(
         self,
         *,
-        latency_s: float,
-        latency_sigma: float,
-        mean_tokens: int,
+        lengths: Lengths,
+        tokens_per_s: float,
         vocab: int,
         stop_token_ids: Sequence[int],
         slots: int,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], object] | None = None,
     ) -> None:
-        self._latency_s, self._sigma, self._mean_tokens, self._slots = latency_s, latency_sigma, mean_tokens, slots
+        self._lengths, self._tokens_per_s, self._slots = lengths, tokens_per_s, slots
         self._stop = int(stop_token_ids[0])
         self._words = np.setdiff1d(np.arange(vocab, dtype=np.int32), stop_token_ids)
-        # of the process that draws them: stop with probability 1 / mean, else one of the words
-        self._stop_logprob = -math.log(mean_tokens)
-        self._word_logprob = math.log(max(1 - 1 / mean_tokens, 1e-6) / len(self._words))
+        self._word_logprob = -math.log(len(self._words))
         self._clock = clock
         self._alarm = Alarm()
         self._wait = wait or self._wait_for_alarm
@@ -178,15 +175,14 @@ class MockEngine:
         self._alarm.close()
 
     def _draw(self, request: Request) -> list[_Sample]:
-        rng = np.random.default_rng([s % 2**64 for s in request.seed])
+        rng = request_rng(request.seed)
         samples = []
-        for index in range(request.num_samples):
-            length = int(rng.geometric(1 / self._mean_tokens))
+        for index, length in enumerate(self._lengths.draw(rng, request.num_samples).tolist()):
             stopped = length <= request.max_new_tokens
             tokens = rng.choice(self._words, min(length, request.max_new_tokens))
             if stopped:
                 tokens[-1] = self._stop
-            duration = self._latency_s * math.exp(self._sigma * rng.standard_normal())
+            duration = len(tokens) / self._tokens_per_s
             samples.append(_Sample(math.inf, self._submitted, math.inf, duration, tokens, stopped, request.id, index))
             self._submitted += 1
         return samples
@@ -221,7 +217,7 @@ class MockEngine:
         live = np.searchsorted(since, emitted, side="right") - 1
         logprobs = np.full(length, self._word_logprob, np.float32)
         if sample.stopped:
-            logprobs[-1] = self._stop_logprob
+            logprobs[-1] = 0.0  # the length is given: the end is certain
         return Completion(
             request_id=sample.request_id,
             sample=sample.index,

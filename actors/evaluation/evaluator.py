@@ -102,7 +102,7 @@ class Evaluator:
 
     def _evaluate(self, prepared: Prepared) -> None:
         began = time.monotonic()
-        with self._timer.during("committing"):
+        with self._timer.during("paused"):
             try:
                 checksum = self._holder.load_weights(prepared.manifest, prepared.data)
             except WeightsError as error:  # overwritten by a newer evaluated version, which is announced already

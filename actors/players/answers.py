@@ -43,6 +43,11 @@ class Answers:
         self._results: list[Result] = []
 
     @property
+    def unfinished(self) -> int:
+        """Samples that are not completed."""
+        return sum(self._missing.values())
+
+    @property
     def busy(self) -> bool:
         """Whether verdicts are awaited."""
         return self._scoring is not None and self._scoring.busy

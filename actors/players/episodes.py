@@ -77,6 +77,11 @@ class Episodes:
         self._results: list[Result] = []
 
     @property
+    def unfinished(self) -> int:
+        """Episodes that have not ended."""
+        return len(self._owners)
+
+    @property
     def busy(self) -> bool:
         """Whether an environment or a verifier works."""
         return self._pool.pending > 0 or (self._scoring is not None and self._scoring.busy)

@@ -97,6 +97,10 @@ class Player(Protocol):
         """Forget a job that is still being generated."""
 
     @property
+    def unfinished(self) -> int:
+        """Samples for which the engine has not ended its work."""
+
+    @property
     def busy(self) -> bool:
         """Whether a verifier or an environment works."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import OrderedDict
 
 from async_rl.buffer.records import Answer
 
@@ -15,19 +15,20 @@ class Answers:
     """Answers by key; the oldest are forgotten beyond ``REMEMBERED``."""
 
     def __init__(self) -> None:
-        self._by_key: dict[Key, Answer] = {}
+        self._by_key: OrderedDict[Key, Answer] = OrderedDict()
+        """Its first is found at once; in a dict each that was deleted before it is passed over."""
 
     def put(self, key: Key, answer: Answer) -> None:
         """Remember; give it with ``fresh = True`` when the holder has not heard it yet."""
         if len(self._by_key) >= REMEMBERED:
-            del self._by_key[next(iter(self._by_key))]
+            self._by_key.popitem(last=False)
         self._by_key[key] = answer
 
     def take(self, key: Key) -> Answer | None:
         """The answer, ``fresh`` at most once."""
         answer = self._by_key.get(key)
         if answer is not None and answer.fresh:
-            self._by_key[key] = replace(answer, fresh=False)
+            self._by_key[key] = answer.with_fresh(False)
         return answer
 
     def forget(self, key: Key) -> None:

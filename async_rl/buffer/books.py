@@ -17,6 +17,7 @@ from async_rl.buffer.annotating import awaited, without_reference
 from async_rl.buffer.answers import Answers
 from async_rl.buffer.records import Answer, Delivery, Entry, Lost, Rules
 from async_rl.buffer.scoring import Scoring
+from async_rl.buffer.shelf import Shelf
 from async_rl.buffer.tally import Tally
 from async_rl.data import Group
 
@@ -26,10 +27,10 @@ class Books:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.open: dict[int, Entry] = {}
+        self.open = Shelf()
         """By ordinal, in order of issue and so of lease expiry."""
         self.scoring = Scoring(rules)
-        self.ready: dict[int, Entry] = {}
+        self.ready = Shelf()
         self.delivered: dict[int, list[Entry]] = {}
         """By step."""
         self.retry: list[tuple[int, int, int, int]] = []
@@ -143,11 +144,11 @@ class Books:
 
     def check(self) -> None:
         """Raise :class:`RuntimeError` unless the books close, by attempts and by tasks."""
-        books, tasks = self.books(), self.tasks()
-        if books["issued"] != sum(books.values()) - books["issued"]:
-            raise RuntimeError(f"the books do not close: {books}")
-        if tasks["begun"] != sum(tasks.values()) - tasks["begun"]:
-            raise RuntimeError(f"a task is in no place, or in two: {tasks}")
+        here = self.outstanding + sum(map(len, self.delivered.values())) + self.trained + sum(self.filtered.values())
+        if self.issued != here + sum(self.failed.values()):
+            raise RuntimeError(f"the books do not close: {self.books()}")
+        if self.next_ordinal != here + len(self.retry) + self.abandoned:
+            raise RuntimeError(f"a task is in no place, or in two: {self.tasks()}")
 
     # ------------------------------------------------------------------ restored
 

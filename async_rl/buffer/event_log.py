@@ -3,6 +3,7 @@
 RUN/journal/   base-N/ (a Frozen, see journal.py) + events-N.bin + events-(N+1).bin while base-(N+1)/ is being written
 
 append ─► one writev ─► events-N.bin       rotate ─► events-(N+1).bin; a thread writes base-(N+1), removes what is older
+  └ inside ``with batch()``: ─► waits ─► one writev at its end, before anyone is answered for what is in it
 read: the newest base ─► events-N.bin, events-(N+1).bin, ... in their order
 
 events = magic | { body length u64 | number of frames u32 | check u32 | frame length u64 × frames | frames } × records
@@ -21,6 +22,8 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 from async_rl.buffer.journal import Frozen, load, save
@@ -29,6 +32,10 @@ from async_rl.wire import Frame
 
 LEAST_BYTES = 64 << 20
 """Events are not compacted below this size, nor below four times what the ledger holds."""
+MOST_WAITING = 16 << 20
+"""Bytes of a batch that wait at most: it is written in parts beyond."""
+_MOST_BUFFERS = 1024
+"""Of one writev (IOV_MAX)."""
 _MAGIC = b"async_rl events\n"
 _HEAD = struct.Struct("<QII")
 _U64 = struct.Struct("<Q")
@@ -48,6 +55,10 @@ class EventLog:
         self._number = number
         self._events = events
         self._size = os.fstat(events).st_size if events >= 0 else 0
+        self._waiting: list[Frame] = []
+        """What the present batch appends."""
+        self._waiting_bytes = 0
+        self._in_batch = False
         self._writer = ThreadPoolExecutor(1, "journal")
         self._writing: Future[None] | None = None
         self._has_warned = False
@@ -72,19 +83,38 @@ class EventLog:
         return self._events >= 0
 
     def append(self, frames: Sequence[Frame]) -> None:
-        """Write one record; it is in the kernel's hands on return, unless the log is off."""
+        """Write one record; it is in the kernel's hands on return, or at the end of a batch, unless the log is off."""
         if self._events < 0:
             return
-        lengths = b"".join(_U64.pack(len(frame)) for frame in frames)
+        lengths = _lengths_of(len(frames)).pack(*map(len, frames))
         check = zlib.crc32(frames[0], zlib.crc32(lengths))
         body = len(lengths) + sum(map(len, frames))
+        self._waiting.append(_HEAD.pack(body, len(frames), check) + lengths)
+        self._waiting += frames
+        self._waiting_bytes += _HEAD.size + body
+        self._size += _HEAD.size + body
+        if not self._in_batch or self._waiting_bytes > MOST_WAITING:
+            self._write_waiting()
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """What is appended meanwhile is written at the end: nobody may be answered for it before."""
+        self._in_batch = True
+        try:
+            yield
+        finally:
+            self._in_batch = False
+            self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        if not waiting:
+            return
         try:
             self._check_writer()
-            _write(self._events, [_HEAD.pack(body, len(frames), check) + lengths, *frames])
+            _write(self._events, waiting)
         except OSError as error:
             self._switch_off(error)
-            return
-        self._size += _HEAD.size + body
 
     def is_large(self, held_bytes: int) -> bool:
         """Whether it is time for :meth:`rotate`: replaying would take longer than reading a new base."""
@@ -97,6 +127,7 @@ class EventLog:
         """
         if self._is_writing:
             return
+        self._write_waiting()  # what the new base has, too, counts before it is complete
         try:
             self._check_writer()
             self._begin_events()
@@ -117,6 +148,7 @@ class EventLog:
     def close(self, *, remove: bool) -> None:
         """The server ends; ``remove``: so does the run, and nothing is to be recovered."""
         self._writer.shutdown(wait=True)
+        self._write_waiting()
         if self._events >= 0:
             os.close(self._events)
             self._events = -1
@@ -157,6 +189,7 @@ class EventLog:
                 flush=True,
             )
         self._has_warned = True
+        self._waiting, self._waiting_bytes = [], 0
         if self._events >= 0:
             _empty(self._events)
             os.close(self._events)
@@ -231,16 +264,20 @@ def _frames(path: Path, start: int, head: bytes, body: bytes) -> list[Frame]:
 
 
 def _write(descriptor: int, buffers: list[Frame]) -> None:
-    """All of it, in one system call unless the kernel takes less."""
-    left = sum(map(len, buffers))
-    while True:
-        written = os.writev(descriptor, buffers)
-        left -= written
-        if not left:
-            return
-        while buffers and written >= len(buffers[0]):
-            written -= len(buffers.pop(0))
-        buffers[0] = memoryview(buffers[0])[written:]
+    """All of it, in one system call unless the buffers are very many or the kernel takes less."""
+    at, end = 0, len(buffers)
+    while at < end:
+        written = os.writev(descriptor, buffers[at : at + _MOST_BUFFERS])
+        while at < end and written >= len(buffers[at]):
+            written -= len(buffers[at])
+            at += 1
+        if written:
+            buffers[at] = memoryview(buffers[at])[written:]
+
+
+@lru_cache(maxsize=256)
+def _lengths_of(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}Q")
 
 
 def _write_base(folder: Path, number: int, frozen: Frozen) -> None:

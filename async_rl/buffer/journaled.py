@@ -1,6 +1,7 @@
 """A ledger that a server's death does not harm: what changes it is on record before anyone is answered.
 
 message ─► JournaledLedger.submit ─► Ledger.submit ─► did it change? ─► EventLog.append ─► answer
+turn of the server's loop: with batch(): messages, tickets, deliveries ─► one write ─► all answers
 recover: newest base ─► restore ─► each event: the same method, the same arguments ─► what it said is the same, too
 
 The clock is part of the arguments: ``time.monotonic()``, which goes on over a process's death.
@@ -11,6 +12,7 @@ The clock is part of the arguments: ``time.monotonic()``, which goes on over a p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,10 @@ class JournaledLedger(Ledger):
     def is_recorded(self) -> bool:
         """Whether a server that died now could be started again where it was; not so after a full disk."""
         return self._log is None or self._log.is_on
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Meanwhile events are collected, and on record at the end: no answer may leave before."""
+        return nullcontext() if self._log is None else self._log.batch()
 
     def compact(self) -> None:
         """Begin a new base; call it when a checkpoint is written. A log that was switched off is tried again."""
@@ -258,7 +264,7 @@ def _repeat(ledger: JournaledLedger, frames: Sequence[Frame]) -> None:
 
 def _summary(result: object) -> Any:
     """What an event said, in a few plain words: enough to notice that a repetition went another way."""
-    if isinstance(result, Ticket | Group):
+    if isinstance(result, (Ticket, Group)):  # noqa: UP038   a union is made anew each time
         return [result.ordinal, result.attempt, result.task_index]
     if isinstance(result, Delivery):
         return [g.ordinal for g in result.groups]

@@ -5,14 +5,15 @@ group ─► ticket ─► what the learner needs (tokens: here; control: contro
 
 from __future__ import annotations
 
-from dataclasses import replace
+from itertools import accumulate
+from math import isfinite
 
 import numpy as np
 import numpy.typing as npt
 
 from async_rl.buffer.control_rules import control_fault
 from async_rl.buffer.records import Answer, Entry, Rules
-from async_rl.data import REQUIRED_TOKEN_FIELDS, TOKEN_FIELDS, Group
+from async_rl.data import REQUIRED_TOKEN_FIELDS, TOKEN_FIELDS, Group, oldest_version
 
 LOGPROBS = (-80.0, 0.01)
 """A token that was sampled has a log-probability between these: none is drawn with probability e^-80, whose ratio would
@@ -39,12 +40,12 @@ def judge(group: Group, entry: Entry, rules: Rules, newest_version: int) -> Answ
         return Answer("refused", reason, fresh=True)
     if "reward" in rules.stages:
         return Answer("accepted", fresh=True)
-    return replace(judge_rewards(group.rewards, rules), fresh=True)
+    return judge_rewards(group.rewards, rules).with_fresh(True)
 
 
 def judge_rewards(rewards: npt.NDArray[np.float32], rules: Rules) -> Answer:
     """The same for the rewards ``[G]`` alone, as soon as they are known: accept or filter."""
-    if not np.isfinite(rewards).all():
+    if not all(map(isfinite, rewards.tolist())):
         return Answer("filtered", "bad_reward")
     if rules.replace_zero_variance and bool((rewards == rewards[0]).all()):
         return Answer("filtered", "zero_variance")
@@ -61,12 +62,12 @@ def _other_ticket(group: Group, entry: Entry, rules: Rules) -> str:
 def _wrong_versions(group: Group, entry: Entry, newest_version: int) -> str:
     """Versions that cannot be, of an integer array; empty if all is well."""
     versions = group.arrays["versions"]
-    sampled = versions[versions >= 0]
-    if sampled.size == 0:
+    newest = int(versions.max(initial=-1))
+    if newest < 0:
         return "nothing_sampled"
-    if int(sampled.max()) > newest_version:
+    if newest > newest_version:
         return "version_from_the_future"
-    return "version_older_than_ticket" if int(sampled.min()) < entry.version else ""
+    return "version_older_than_ticket" if oldest_version(versions) < entry.version else ""
 
 
 def _token_fault(group: Group, entry: Entry, rules: Rules, newest_version: int) -> str:
@@ -78,7 +79,7 @@ def _token_fault(group: Group, entry: Entry, rules: Rules, newest_version: int) 
         return reason
     if not TOKEN_FIELDS.keys() >= group.arrays.keys():
         return "unknown_array"
-    if not np.array_equal(group.arrays["versions"] >= 0, group.arrays["loss_mask"]):  # so it is 0 or 1, too
+    if (group.arrays["versions"] >= 0).tobytes() != group.arrays["loss_mask"].tobytes():  # so it is 0 or 1, too
         return "mask_contradicts_versions"
     return _untrainable(group, rules)
 
@@ -86,20 +87,24 @@ def _token_fault(group: Group, entry: Entry, rules: Rules, newest_version: int) 
 def _untrainable(group: Group, rules: Rules) -> str:
     """What the learner could not compute with; empty if all is well."""
     mask, tokens = group.arrays["loss_mask"], group.arrays["tokens"]
-    lengths_S = np.asarray(group.lengths)
-    starts_S = np.cumsum(lengths_S) - lengths_S
-    sampled_S = np.add.reduceat(mask, starts_S, dtype=np.int64)
-    if not sampled_S.all():
+    starts_S = list(accumulate(group.lengths[:-1], initial=0))
+    sampled_S = np.add.reduceat(mask, starts_S, dtype=np.int64).tolist()
+    if not all(sampled_S):
         return "nothing_sampled"
-    if mask[starts_S].any():
+    if any(mask[starts_S].tolist()):
         return "no_prompt"
-    if rules.max_new_tokens is not None and sampled_S.max() > rules.max_new_tokens:
+    if rules.max_new_tokens is not None and max(sampled_S) > rules.max_new_tokens:
         return "too_many_tokens"
-    if rules.context is not None and lengths_S.max() > rules.context:
+    if rules.context is not None and max(group.lengths) > rules.context:
         return "too_long"
     if tokens.min() < 0 or (rules.vocabulary is not None and tokens.max() >= rules.vocabulary):
         return "token_outside_vocabulary"
-    logprobs = group.arrays["logprobs"][mask == 1]
-    if not ((logprobs >= LOGPROBS[0]) & (logprobs <= LOGPROBS[1])).all():  # NaN is in no range
-        return "bad_logprobs"
-    return ""
+    return "" if _in_range(group.arrays["logprobs"], mask) else "bad_logprobs"
+
+
+def _in_range(logprobs: npt.NDArray[np.float32], mask: npt.NDArray[np.uint8]) -> bool:
+    """Whether what the mask leaves of the log-probabilities is in :data:`LOGPROBS`; NaN is in no range."""
+    if logprobs.min() >= LOGPROBS[0] and logprobs.max() <= LOGPROBS[1]:  # mostly all of them are
+        return True
+    left = logprobs[mask == 1]
+    return bool(((left >= LOGPROBS[0]) & (left <= LOGPROBS[1])).all())

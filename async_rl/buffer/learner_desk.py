@@ -1,6 +1,6 @@
 """What the server does for the learner: a step's batch, one shard a rank; the version that comes back; checkpoints.
 
-next(s) from a rank ─► ledger.deliver ─► split ─► shard to each rank that asked, the same again when asked again
+next(s) from a rank, ahead ─► ledger.deliver ─► split ─► shard to each rank that asked, the same again when asked again
 trained(s, manifest) ─► row of batches.jsonl ─► ledger.train ─► announce
 snapshot ─► a thread writes, the server goes on        hello of another group ─► begin_life: what was dealt is forgotten
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from async_rl.buffer import journal
@@ -95,6 +95,8 @@ class LearnerDesk:
         """Rows of trained steps that wait for space on the disk."""
         self.group: str | None = None
         """The present life of the learner group; ``None`` before the first."""
+        self._stopping = False
+        """The run winds down: no step is begun any more."""
         self._past: deque[str] = deque(maxlen=_PAST_LIVES)
         self._disowned: str | None = None
         self.heard = now
@@ -160,11 +162,11 @@ class LearnerDesk:
 
     @property
     def step_waits(self) -> bool:
-        """A rank waits for a step that cannot be delivered yet."""
-        return any(s.wants >= 0 for s in self._roster.of("learner"))
+        """A rank waits for a step that cannot be delivered yet; not one that asks ahead, while it trains."""
+        return any(s.wants == self._ledger.version for s in self._roster.of("learner"))
 
     def next(self, rank: Session, header: Header) -> None:
-        """A rank asks for a step: the next one, or again one that is not trained yet.
+        """A rank asks for a step: the next one, perhaps while it trains the one before, or again one that is untrained.
 
         Raises:
             WireError: ``bad_step``.
@@ -193,11 +195,15 @@ class LearnerDesk:
         return fresh
 
     def release(self, reason: str) -> None:
-        """A stop: it is the answer to ``next`` of a step that no rank has, so that all ranks end after the same one."""
+        """A stop: it is the answer to ``next`` of a step that no rank has, so that all ranks end after the same one.
+
+        One that they have ahead is not begun: ``trained`` is answered with ``stopping``.
+        """
+        self._stopping = True
         for rank in self._roster.of("learner"):
             if rank.wants >= 0 and rank.wants not in self._ledger.delivered:
+                self._post.send(rank, "stop", reason=reason, error=False, step=rank.wants)
                 rank.wants = -1
-                self._post.send(rank, "stop", reason=reason, error=False)
 
     def trained(self, rank: Session, header: Header) -> Manifest | None:
         """Close the step in the books (-1: no step, the start version).
@@ -218,7 +224,7 @@ class LearnerDesk:
         manifest = self._manifest(header, version if step == -1 else step + 1)
         if step != -1 and not is_repeated:
             self._close(step, rank.world)
-        self._post.send(rank, "trained", step=step, books=self._ledger.books())
+        self._post.send(rank, "trained", step=step, books=self._ledger.books(), stopping=self._stopping)
         return None if self._versions.is_newest(manifest) else manifest
 
     def _manifest(self, header: Header, version: int) -> Manifest:
@@ -283,7 +289,8 @@ class LearnerDesk:
             messages = [
                 encode_groups(
                     "shard",
-                    [replace(group, meta={}) for group in parts.shards[rank].groups],  # it is for people
+                    parts.shards[rank].groups,
+                    with_meta=False,
                     step=step,
                     stats=beside if rank == 0 else {},
                     **parts.header(rank),

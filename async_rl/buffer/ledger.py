@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -115,7 +114,7 @@ class Ledger(Books):
                 self.waste(group.ordinal, group.attempt, len(group), count_sampled(group))
             return found
         entry, answer = found, judge(group, found, self.rules, self.version)
-        self._answers.put(entry.key, replace(answer, fresh=False))
+        self._answers.put(entry.key, answer.with_fresh(False))
         if answer.outcome != "refused":
             group = blank(group, self.rules.stages)
             self._observe(group)
@@ -148,7 +147,7 @@ class Ledger(Books):
         answer = Answer("filtered" if final else "failed", reason)
         self._answers.put(found.key, answer)
         self.check()
-        return replace(answer, fresh=True)
+        return answer.with_fresh(True)
 
     def lose(self, actor: str, reason: str = "actor_lost", kept: Sequence[Sequence[int]] = ()) -> list[Lost]:
         """A dead or leaving actor: all its open attempts go back at once, but (ordinal, attempt) it still has."""
@@ -237,7 +236,9 @@ class Ledger(Books):
         at consumption, from the tokens' own versions.
         """
         step, rules = self.next_step, self.rules
-        chosen = choose(rules, step, self.ready.values(), (*self.open.values(), *self.scoring.values()))
+        if len(self.ready) < rules.groups_per_step:  # asked after each message: nothing is counted for it
+            return None
+        chosen = choose(rules, step, self.ready, self.open.due + self.scoring.due)
         if chosen is None:
             return None
         for entry in chosen:
@@ -413,7 +414,9 @@ class Ledger(Books):
         """Void the uses of an attempt from a step on; one that has no use left and is gone is sampled again."""
         entry = self.ready.get(item.ordinal)
         if entry is not None and entry.attempt == item.attempt and entry.uses > item.uses_before:
+            del self.ready[entry.ordinal]
             entry.uses = item.uses_before
+            self.ready[entry.ordinal] = entry
         elif not item.uses_before:
             is_live = is_queued or any(item.ordinal in place for place in (self.open, self.scoring, self.ready))
             if is_live or item.ordinal >= self.next_ordinal or not self.trained:
@@ -424,7 +427,7 @@ class Ledger(Books):
 
     def _cut(self) -> list[Lost]:
         """Remove what ``next_step`` may not train any more: the bound, applied as soon as it bites."""
-        for entry in [e for e in self.ready.values() if age(e.payload, self.next_step) > self.rules.max_staleness]:
+        for entry in [e for e in self.ready.values() if e.deadline < self.next_step]:
             if entry.uses:
                 del self.ready[entry.ordinal]
                 self._retire(entry)

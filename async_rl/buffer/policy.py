@@ -7,10 +7,10 @@ exists; delivery takes the earliest deadlines first, and only when the rest stil
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 
 from async_rl.buffer.records import Entry, Rules
+from async_rl.buffer.shelf import Shelf
 
 
 def capacity(rules: Rules, version: int, next_step: int) -> int:
@@ -23,22 +23,20 @@ def capacity(rules: Rules, version: int, next_step: int) -> int:
     return reachable * rules.groups_per_step
 
 
-def choose(rules: Rules, step: int, ready: Collection[Entry], waiting: Collection[Entry]) -> list[Entry] | None:
-    """The batch of ``step`` out of what is ``ready``, or ``None`` if it has to wait.
+def choose(rules: Rules, step: int, ready: Shelf, waiting: Mapping[int, int]) -> list[Entry] | None:
+    """The batch of ``step`` out of what is ``ready``, or ``None`` if it has to wait (found out without sorting).
 
     Args:
         rules: of the run.
         step: the step to deliver.
         ready: groups that can be trained.
-        waiting: attempts that are open or scored.
+        waiting: attempts that are open or scored, by deadline.
     """
     if step >= rules.steps or len(ready) < rules.groups_per_step:
         return None
-    order = by_urgency(ready)
-    chosen, rest = order[: rules.groups_per_step], order[rules.groups_per_step :]
-    if rules.stragglers == "wait" and not leaves_time(rules, step, waiting, rest):
+    if rules.stragglers == "wait" and not leaves_time(rules, step, waiting, ready.due):
         return None
-    return chosen
+    return by_urgency(ready.values())[: rules.groups_per_step]
 
 
 def by_urgency(ready: Iterable[Entry]) -> list[Entry]:
@@ -46,21 +44,23 @@ def by_urgency(ready: Iterable[Entry]) -> list[Entry]:
     return sorted(ready, key=lambda e: (e.uses > 0, e.deadline, e.ordinal))
 
 
-def leaves_time(rules: Rules, step: int, waiting: Iterable[Entry], rest: Iterable[Entry]) -> bool:
+def leaves_time(rules: Rules, step: int, waiting: Mapping[int, int], ready: Mapping[int, int]) -> bool:
     """Whether, with ``step`` delivered, all that was never trained still fits into its own later steps.
 
     For each deadline d of a waiting attempt: the number due by d is at most (d − step) · groups_per_step. Only waiting
-    attempts are looked at, because only for them it helps to wait.
+    attempts are looked at, because only for them it helps to wait. ``step`` takes the earliest of the ready groups.
 
     Args:
         rules: of the run.
         step: the step to deliver.
-        waiting: attempts that are open or scored.
-        rest: ready groups that ``step`` does not take.
+        waiting: attempts that are open or scored, by deadline.
+        ready: never-trained groups that are ready, by deadline.
     """
-    waited_for = [e.deadline for e in waiting]
-    due = Counter(waited_for) + Counter(e.deadline for e in rest if not e.uses)
-    return all(
-        sum(n for d, n in due.items() if d <= deadline) <= (deadline - step) * rules.groups_per_step
-        for deadline in set(waited_for)
-    )
+    taken, due = rules.groups_per_step, 0
+    for deadline in sorted(waiting.keys() | ready.keys()):
+        left = max(0, ready.get(deadline, 0) - taken)
+        taken -= ready.get(deadline, 0) - left
+        due += waiting.get(deadline, 0) + left
+        if waiting.get(deadline, 0) and due > (deadline - step) * rules.groups_per_step:
+            return False
+    return True

@@ -6,6 +6,7 @@ Rules ─► Ticket ─► Entry ─► Answer (to a submit) ─► Delivery (a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from async_rl.buffer.control_rules import ControlRules
@@ -128,6 +129,15 @@ class Answer:
     reason: str = ""
     fresh: bool = False
     """True the first time only: what must be counted once is counted then."""
+
+    def with_fresh(self, fresh: bool) -> Answer:
+        """The same answer; few are different, so that thousands that are remembered are some objects."""
+        return _answer(self.outcome, self.reason, fresh)
+
+
+@lru_cache(maxsize=1024)
+def _answer(outcome: Outcome, reason: str, fresh: bool) -> Answer:
+    return Answer(outcome, reason, fresh)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,15 @@ annotation may come from anyone who has or once had the group; the first one cou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from async_rl.buffer.annotating import awaited, fault, merged
 from async_rl.buffer.answers import Answers
 from async_rl.buffer.judge import judge_rewards
 from async_rl.buffer.records import Answer, Entry, Rules
+from async_rl.buffer.shelf import Shelf
 from async_rl.buffer.stage_queue import StageQueue, Work
 from async_rl.data import Annotation, Group
 
@@ -33,7 +34,7 @@ class Scoring:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._entries: dict[int, Entry] = {}
+        self._entries = Shelf()
         self._answers = Answers()
         self.queues = {stage: StageQueue() for stage in rules.stages}
         """By stage."""
@@ -51,6 +52,11 @@ class Scoring:
     def values(self) -> Iterator[Entry]:
         """The entries, in order of arrival."""
         return iter(self._entries.values())
+
+    @property
+    def due(self) -> Counter[int]:
+        """How many are to be trained by which deadline."""
+        return self._entries.due
 
     def put(self, entry: Entry) -> None:
         """A group that awaits at least one stage."""
@@ -160,5 +166,5 @@ class Scoring:
         return self._decided(scorer, stage, entry, answer)
 
     def _decided(self, scorer: str, stage: str, entry: Entry, answer: Answer) -> Decision:
-        self._answers.put((*entry.key, stage, scorer), replace(answer, fresh=False))
-        return replace(answer, fresh=True), entry
+        self._answers.put((*entry.key, stage, scorer), answer.with_fresh(False))
+        return answer.with_fresh(True), entry

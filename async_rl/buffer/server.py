@@ -145,19 +145,20 @@ class Server:
         next_tick, backlog = time.monotonic() + period_s, 0
         while self.service.ending.phase != "ended":
             poller.poll(max(0, math.ceil((next_tick - time.monotonic()) * 1000)))
-            woken = self._take_wakeup()
-            drained = self._receive()
-            backlog = 0 if drained else backlog + _BURST
-            now = time.monotonic()
-            if woken or now >= next_tick:
-                if self._interrupted:
-                    self.service.ending.wind_down("the server was interrupted", now)
-                # A client is silent only if nothing of it waits in the socket, e.g. after this process was paused.
-                # The socket takes turns between clients: after so many messages each was heard that had sent any, so
-                # that one who never lets the socket run empty cannot hide the silence of the others.
-                self.service.tick(now, all_heard=drained or backlog > _MOST_CLIENTS)
-                next_tick = now + period_s
-            self.service.pump(now)
+            with self.service.ledger.batch():  # on record at its end, and answered then
+                woken = self._take_wakeup()
+                drained = self._receive()
+                backlog = 0 if drained else backlog + _BURST
+                now = time.monotonic()
+                if woken or now >= next_tick:
+                    if self._interrupted:
+                        self.service.ending.wind_down("the server was interrupted", now)
+                    # A client is silent only if nothing of it waits in the socket, e.g. after this process was paused.
+                    # The socket takes turns between clients: after so many messages each was heard that had sent any,
+                    # so that one who never lets the socket run empty cannot hide the silence of the others.
+                    self.service.tick(now, all_heard=drained or backlog > _MOST_CLIENTS)
+                    next_tick = now + period_s
+                self.service.pump(now)
             self._send(now)
         self._send(time.monotonic())
         return 1 if self.service.account.status == "failed" else 0

@@ -101,8 +101,14 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     if task.name != "reasoning_gym":
         yield "task.dataset", f"task.name = {task.name!r}"
     if config.actors.engine != "mock":
-        for name in ("mock_latency_s", "mock_latency_sigma", "mock_tokens"):
+        for name in ("mock_lengths", "mock_tokens", "mock_spread", "mock_speed"):
             yield f"actors.{name}", f"actors.engine = {config.actors.engine!r}"
+    elif config.actors.mock_lengths != "lognormal":
+        yield "actors.mock_spread", f"actors.mock_lengths = {config.actors.mock_lengths!r}"
+        if config.actors.mock_lengths != "constant":
+            yield "actors.mock_tokens", f"actors.mock_lengths = {config.actors.mock_lengths!r}"
+    if config.buffer.max_staleness == 0:
+        yield "actors.weight_updates", "buffer.max_staleness = 0: nothing runs when new weights come"
 
 
 def _correction_without_effect(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:

@@ -92,12 +92,17 @@ class ActorsConfig(ActorsBase):
     """Sequences that one engine decodes at the same time."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """What happens to the KV of running requests when weights change."""
-    mock_latency_s: float = Field(0.01, ge=0)
-    """``mock``: median time of one completion (log-normal)."""
-    mock_latency_sigma: float = Field(0.5, ge=0)
-    """``mock``: sigma of the log-normal latency."""
+    weight_updates: Literal["in_flight", "drained"] = "in_flight"
+    """When new weights are taken: between two decode steps, running sequences going on; or ``drained``: once all
+    running sequences have ended, nothing being started before."""
+    mock_lengths: str = "lognormal"
+    """``mock``: lengths of completions: ``constant``, ``lognormal``, or a file of recorded ones."""
     mock_tokens: int = Field(16, ge=1)
-    """``mock``: mean completion length (geometric, at most ``max_new_tokens``)."""
+    """``mock``: their median, before ``max_new_tokens`` cuts them."""
+    mock_spread: float = Field(10.0, ge=1)
+    """``mock``: p99 / p50 of ``lognormal``."""
+    mock_speed: float = Field(2000.0, gt=0)
+    """``mock``: tokens per second of one slot."""
 
     @property
     def colocated(self) -> bool:

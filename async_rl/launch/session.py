@@ -298,6 +298,8 @@ def _finish(out: Path, outcome: Outcome, console: Console) -> int:
         raise AsyncRLError(f"the run failed: {outcome.reason}\nreport: {page}")
     took = f"{summary['steps']} steps, {outcome.wall_s:.0f} s"
     console.print(f"{outcome.status} after {took}: {outcome.reason}; report: {page}")
+    if summary["bottleneck"]:
+        console.print(summary["bottleneck"])
     if outcome.status == "stopped" and RunFolder(out).latest_checkpoint():
         console.print(f"continue with: async-rl run --resume {out}")
     return outcome.exit_code

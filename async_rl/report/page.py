@@ -49,7 +49,7 @@ def render(run: RunFolder) -> str:
     body = [
         *learning,
         sections.ages(summary.get("staleness") or {}, unit),
-        sections.usage(timeline),
+        sections.usage(timeline, str(summary.get("bottleneck") or "")),
         sections.ledger(summary.get("ledger") or {}, reasons),
         sections.scoring(summary.get("stages") or {}),
         sections.weights(summary),

@@ -84,8 +84,8 @@ def ages(staleness: Mapping[str, Any], unit: str = "tokens") -> str:
     return section("Staleness", text + bar_chart(bars, x_label="age", mark=mark))
 
 
-def usage(timeline: Sequence[Row]) -> str:
-    """Each process's states over time, and each state's share of its whole life."""
+def usage(timeline: Sequence[Row], verdict: str) -> str:
+    """Who waited for whom, each process's states over time, and each state's share of its whole life."""
     collected, role_of = spans_by_process(timeline), roles(timeline)
     collected = {n: collected[n] for n in sorted(collected, key=lambda n: (role_of[n], n)) if collected[n]}
     if not collected:
@@ -97,9 +97,9 @@ def usage(timeline: Sequence[Row]) -> str:
         part = fractions(seconds_per_state(spans))
         rows.append([name, *(f"{part[s]:.1%}" if s in part else "" for s in used)])
     heads = ["process", *(s.replace("_", " ") for s in used)]
-    return section(
-        "What each process did", shares_chart(shares, _ORDER, seconds=seconds) + table(heads, rows), wide=True
-    )
+    told = f"<p>{escape(verdict)}</p>" if verdict else ""
+    chart = shares_chart(shares, _ORDER, seconds=seconds)
+    return section("What each process did", told + chart + table(heads, rows), wide=True)
 
 
 def ledger(books: Mapping[str, Any], reasons: Mapping[str, Mapping[str, Any]]) -> str:

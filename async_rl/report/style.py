@@ -8,7 +8,7 @@ _STATE_COLOURS = {
     "training": "#2563eb",
     "scoring": "#0891b2",
     "reducing": "#7c3aed",
-    "committing": "#d97706",
+    "paused": "#d97706",
     "publishing": "#d97706",
     "checkpointing": "#059669",
     "evaluating": "#c026d3",

@@ -29,8 +29,21 @@ def seconds_per_state(spans: Sequence[tuple[str, float, float]]) -> Seconds:
 def role_utilization(timeline: Sequence[Row], role: str) -> float | None:
     """Share of wall-clock in which the role's processes did their own work, over all of them; ``None`` without any.
 
-    Warm-up is excluded: only what lies between the learner's first and last training counts, and no process's start
-    (see :func:`async_rl.timer.utilization`).
+    See :func:`role_seconds` and :func:`async_rl.timer.utilization`.
+    """
+    pooled = role_seconds(timeline, role)
+    return utilization(pooled) if pooled else None
+
+
+def role_shares(timeline: Sequence[Row], role: str) -> Seconds:
+    """Each state's share of the time of the role's processes, start-up excluded; they sum to 1, or there are none."""
+    return fractions({state: s for state, s in role_seconds(timeline, role).items() if state != "starting"})
+
+
+def role_seconds(timeline: Sequence[Row], role: str) -> Seconds:
+    """Seconds per state of all processes of a role, warm-up excluded.
+
+    Only what lies between the learner's first and last training counts.
     """
     role_of, collected = roles(timeline), spans_by_process(timeline)
     training = [s for n, spans in collected.items() if role_of[n] == "learner" for s in spans if s[0] == "training"]
@@ -41,7 +54,7 @@ def role_utilization(timeline: Sequence[Row], role: str) -> float | None:
         clipped = [(state, max(start, begin), min(stop, end)) for state, start, stop in collected[name]]
         for state, seconds in seconds_per_state([span for span in clipped if span[2] > span[1]]).items():
             pooled[state] = pooled.get(state, 0.0) + seconds
-    return utilization(pooled) if pooled else None
+    return pooled
 
 
 def without_pauses(collected: Spans) -> Spans:

@@ -222,7 +222,7 @@ def test_its_states_are_told_apart():
     assert set(timer.seconds) <= {"starting", "waiting_weights"}
     timer = StateTimer(clock=Clock())
     roll([[], tickets(0), [], [], []], timer=timer)
-    assert set(timer.seconds) == {"starting", "committing", "generating", "waiting_ticket"}
+    assert set(timer.seconds) == {"starting", "paused", "generating", "waiting_ticket"}
 
 
 def test_stop_ends_it_with_the_servers_sentence():

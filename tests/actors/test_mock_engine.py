@@ -10,6 +10,7 @@ import pytest
 from actors.engines.base import Request
 from actors.engines.mock import MockEngine
 from async_rl.errors import AsyncRLError, WeightsError
+from async_rl.lengths import Lengths
 from async_rl.weights.manifest import Manifest, chunk_checksums, combine
 
 
@@ -47,7 +48,7 @@ def request(id=0, num_samples=1, max_new_tokens=64):
 
 
 def engine(clock, **changes):
-    settings = {"latency_s": 2.0, "latency_sigma": 0.0, "mean_tokens": 8, "slots": 4}
+    settings = {"lengths": Lengths(kind="constant", median=8), "tokens_per_s": 4.0, "slots": 4}
     made = MockEngine(
         vocab=32,
         stop_token_ids=(2, 3),
@@ -66,7 +67,12 @@ def drain(made):
     return completions
 
 
-def test_a_sample_takes_its_latency_and_step_waits_no_longer_than_it_may():
+def small(**changes):
+    settings = {"lengths": Lengths(kind="constant", median=4), "tokens_per_s": 1e6, "vocab": 8, "slots": 1}
+    return MockEngine(**(settings | {"stop_token_ids": (2,)} | changes))
+
+
+def test_a_sample_takes_its_tokens_time_and_step_waits_no_longer_than_it_may():
     clock = Clock()
     made = engine(clock)
     made.submit([request()])
@@ -95,7 +101,7 @@ def test_a_freed_slot_is_refilled_from_the_time_it_was_free():
 
 def test_a_sample_that_spans_a_swap_carries_both_versions():
     clock = Clock()
-    made = engine(clock, mean_tokens=1000)
+    made = engine(clock, lengths=Lengths(kind="constant", median=1000), tokens_per_s=2.0)
     made.submit([request(max_new_tokens=4)])  # cut at 4: tokens at 0.5, 1.0, 1.5, 2.0 s
     clock.now += 1.2
     assert made.load_weights(manifest(5), memoryview(b"weights!")) == manifest(5).checksum
@@ -108,27 +114,27 @@ def test_a_sample_that_spans_a_swap_carries_both_versions():
     assert len(made._swaps) <= 2
 
 
-def test_lengths_are_geometric_and_latencies_log_normal():
+def test_a_sample_lasts_as_long_as_its_length_at_the_speed_of_a_slot():
     clock = Clock()
-    made = engine(clock, latency_sigma=0.5, slots=5000)
-    made.submit([request(num_samples=5000, max_new_tokens=1000)])
-    latencies = np.asarray([s.finish_s - 100.0 for s in made._running])
-    assert np.median(latencies) == pytest.approx(2.0, rel=0.05)
-    assert np.log(latencies).std() == pytest.approx(0.5, rel=0.05)
+    made = engine(clock, lengths=Lengths(kind="lognormal", median=20), slots=500)
+    made.submit([request(num_samples=500, max_new_tokens=100)])
+    ends = sorted((s.finish_s - 100.0, len(s.tokens)) for s in made._running)
+    assert all(seconds == pytest.approx(length / 4.0) for seconds, length in ends)
     completions = drain(made)
-    assert np.mean([len(c.tokens) for c in completions]) == pytest.approx(8, rel=0.05)
-    assert all(c.tokens[-1] == 2 and c.finish_reason == "stop" for c in completions)
-    words = np.concatenate([c.tokens[:-1] for c in completions])
+    cut = [c for c in completions if len(c.tokens) == 100 and c.finish_reason == "length"]
+    assert 0 < len(cut) < 60  # P(X > 100) = P(Z > ln 5 / 0.99) = 5 %
+    ended = [c for c in completions if c.finish_reason == "stop"]
+    assert len(ended) + len(cut) == 500
+    assert all(c.tokens[-1] == 2 and c.logprobs[-1] == 0 for c in ended)  # the length is given: the end is certain
+    words = np.concatenate([c.tokens[:-1] for c in ended])
     assert set(np.unique(words)) == set(range(32)) - {2, 3}
-    # stop with probability 1/8, else one of 30 words: their logs are the log-probabilities
-    assert completions[0].logprobs[-1] == pytest.approx(math.log(1 / 8))
-    assert max(completions, key=lambda c: len(c.tokens)).logprobs[0] == pytest.approx(math.log(7 / 8 / 30))
+    assert ended[-1].logprobs[0] == pytest.approx(-math.log(30))  # one of 30 words
 
 
-def test_the_seed_decides_tokens_and_latencies():
+def test_the_seed_decides_tokens_and_lengths():
     runs = []
     for _ in range(2):
-        made = engine(Clock(), latency_sigma=1.0)
+        made = engine(Clock(), lengths=Lengths(kind="lognormal", median=8))
         made.submit([request(1, 3), request(2, 3)])
         runs.append(sorted((c.request_id, c.sample, c.tokens.tolist()) for c in drain(made)))
     assert runs[0] == runs[1]
@@ -160,9 +166,7 @@ def test_requests_in_flight_and_impossible_numbers_are_refused_together():
 
 def test_weights_are_verified_and_needed():
     clock = Clock()
-    made = MockEngine(
-        latency_s=1, latency_sigma=0, mean_tokens=4, vocab=8, stop_token_ids=(2,), slots=1, clock=lambda: clock.now
-    )
+    made = small(clock=lambda: clock.now)
     assert made.version == -1
     with pytest.raises(WeightsError, match="chunk 1"):
         made.load_weights(manifest(0), memoryview(b"weightS!"))
@@ -172,7 +176,7 @@ def test_weights_are_verified_and_needed():
 
 
 def test_after_sleep_a_version_is_needed_again_and_a_busy_engine_does_not_sleep():
-    made = MockEngine(latency_s=0, latency_sigma=0, mean_tokens=4, vocab=8, stop_token_ids=(2,), slots=1)
+    made = small()
     made.load_weights(manifest(0), memoryview(b"weights!"))
     made.submit([request()])
     with pytest.raises(AsyncRLError, match="1 samples run"):
@@ -192,7 +196,7 @@ def test_after_sleep_a_version_is_needed_again_and_a_busy_engine_does_not_sleep(
 
 
 def test_its_descriptor_is_readable_exactly_while_a_sample_has_ended():
-    made = MockEngine(latency_s=0.02, latency_sigma=0, mean_tokens=4, vocab=8, stop_token_ids=(2,), slots=1)
+    made = small(tokens_per_s=200.0)
     made.load_weights(manifest(0), memoryview(b"weights!"))
 
     def readable(timeout_s):

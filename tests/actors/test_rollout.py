@@ -197,6 +197,71 @@ def test_a_cancelled_ticket_is_dropped_but_not_its_successor():
     assert [(g.ordinal, g.attempt) for g in server.groups] == [(3, 1)]
 
 
+class Slow(Engine):
+    """Completes one sample a step, those of the oldest request first; remembers under which version each was begun."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.begun = [], []
+
+    @property
+    def num_running(self):
+        return len(self.left)
+
+    def submit(self, requests):
+        self.left += [(r.id, s) for r in requests for s in range(r.num_samples)]
+        self.begun += [(r.id, self.version) for r in requests]
+
+    def step(self, timeout_s):
+        done, self.left = self.left[:1], self.left[1:]
+        return [
+            Completion(
+                request_id=i,
+                sample=s,
+                tokens=np.asarray([7], np.int32),
+                logprobs=np.asarray([-1.0], np.float32),
+                versions=np.full(1, self.version, np.int32),
+                finish_reason="stop",
+            )
+            for i, s in done
+        ]
+
+
+def test_slots_are_refilled_as_they_get_free_and_not_only_when_a_whole_group_is_done():
+    engine = Slow()
+    # 8 slots and groups of 2: five groups fill them, one of them waits
+    _, server, _, _ = roll([[], tickets(0, 1, 2, 3, 4), [], [], []], engine=engine)
+    # 9, 8, 7, 6, 5 samples are left after each turn: a group is asked for when less than a whole one waits
+    assert server.of("credit") == [{"count": 5}, {"count": 1}, {"count": 2}, {"count": 3}]
+
+
+def drained():
+    return CONFIG | {"actors": {"slots": 8, "weight_updates": "drained"}}
+
+
+def test_drained_weights_are_taken_once_all_running_samples_have_ended_and_nothing_begins_before():
+    engine = Slow()
+    script = [[], tickets(0, 9), version(1), tickets(1), [], [], [], [], []]
+    _, server, _, _ = roll([*script], engine=engine, config=drained())
+    assert engine.calls == [0, 1]
+    assert engine.begun == [(0, 0), (9, 0), (1, 1)]
+    assert [sorted({int(v) for v in g.arrays["versions"] if v >= 0}) for g in server.groups] == [[0], [0], [1]]
+    in_flight = Slow()
+    _, server, _, _ = roll([*script], engine=in_flight)
+    assert in_flight.begun == [(0, 0), (9, 0), (1, 1)]
+    assert [sorted({int(v) for v in g.arrays["versions"] if v >= 0}) for g in server.groups] == [[0, 1], [1], [1]]
+
+
+def test_drained_the_newest_of_several_versions_is_taken_and_a_held_back_ticket_can_be_cancelled():
+    engine = Slow()
+    script = [[], tickets(0), version(1), version(2) + tickets(1, 2) + cancel((2, 0)), [], [], [], []]
+    _, server, _, _ = roll(script, engine=engine, config=drained())
+    assert engine.calls == [0, 2]
+    assert engine.begun == [(0, 0), (1, 2)]
+    assert engine.aborted == []
+    assert [g.ordinal for g in server.groups] == [0, 1]
+
+
 def test_a_version_is_live_with_its_checksum_and_credit_follows():
     _, server, _, _ = roll([[], version(1), []])
     live = server.of("live")
@@ -359,7 +424,7 @@ def test_an_empty_list_of_tickets_lets_an_actor_sleep_that_is_awake_for_nothing(
 class Scripted:
     """A player that fails or finishes a job as its ordinal says."""
 
-    refused, busy, next_deadline = 0, False, None
+    refused, busy, next_deadline, unfinished = 0, False, None, 0
 
     def __init__(self, outcomes):
         self.outcomes, self.jobs = outcomes, []

@@ -67,6 +67,7 @@ def test_the_page_shows_every_part_of_the_run(finished):
     equation = "issued 10 = open 1 + scoring 0 + ready 2 + delivered 0 + trained 6 + filtered 1 + failed 0"
     assert equation in text
     assert "the books close" in text
+    assert "The learner waited 33% of its time for data" in text
     assert html.count("<svg") >= 6
 
 

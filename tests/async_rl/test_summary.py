@@ -34,6 +34,11 @@ def test_the_summary_holds_what_the_contract_names(tmp_path):
     }
     # from the first training at 100 to the end of the last at 130: 20 of 30 s trained, 24 of 30 s generated
     assert summary["utilization"] == {"learner": pytest.approx(2 / 3), "actors": pytest.approx(0.8)}
+    assert summary["states"] == {
+        "learner": {"training": 0.6667, "waiting_data": 0.3333},
+        "actors": {"generating": 0.8, "waiting_ticket": 0.2},
+    }
+    assert summary["bottleneck"].startswith("The learner waited 33% of its time for data and the actors 20%")
     assert summary["staleness"] == {"max": 2, "mean": 0.75, "bound": 2, "histogram": {"0": 500, "1": 250, "2": 250}}
     ledger = summary["ledger"]
     assert ledger["issued"] == sum(n for name, n in ledger.items() if name != "issued") == 10

@@ -18,12 +18,12 @@ def timer():
 
 def test_seconds_add_up_to_the_wall_clock_whatever_happens():
     clock, t = timer()
-    for state, seconds in [("generating", 1.0), ("committing", 2.0), ("generating", 4.0), ("waiting_ticket", 8.0)]:
+    for state, seconds in [("generating", 1.0), ("paused", 2.0), ("generating", 4.0), ("waiting_ticket", 8.0)]:
         t.enter(state)
         clock.now += seconds
     drained = t.drain()
     assert drained["state"] == "waiting_ticket"
-    assert drained["seconds"] == {"starting": 0.0, "generating": 5.0, "committing": 2.0, "waiting_ticket": 8.0}
+    assert drained["seconds"] == {"starting": 0.0, "generating": 5.0, "paused": 2.0, "waiting_ticket": 8.0}
 
 
 def test_spans_lie_on_the_wall_clock_and_are_given_once():

@@ -80,6 +80,9 @@ class Server:
     def request(self, kind, answer, deadline_s=None, give_up=lambda: False, **fields):
         return getattr(self, kind)(**fields), []
 
+    def answer(self, kind, answer, deadline_s=None, give_up=lambda: False, **fields):
+        return self.request(kind, answer, **fields)
+
     def next(self, step):
         return {"type": "shard", "size": 16 + step, "stats": {**STATS, "control": EPISODES}}
 
@@ -88,7 +91,7 @@ class Server:
         with open(manifest.segment, "rb") as segment:
             weights = torch.frombuffer(bytearray(segment.read()[: manifest.nbytes]), dtype=torch.float32)
         self.published.append((manifest.version, [t.name for t in manifest.tensors], float(weights[0])))
-        return {"books": {"issued": step + 1}}
+        return {"books": {"issued": step + 1}, "stopping": False}
 
     def snapshot(self, path):
         for name in ("ledger.json", "groups.bin"):
@@ -97,7 +100,8 @@ class Server:
         return {"ok": True, "detail": ""}
 
     def send(self, kind, **fields):
-        self.sent.append((kind, fields))
+        if kind != "next":
+            self.sent.append((kind, fields))
 
     def receive(self, timeout_s):
         return [({"type": "stop", "reason": "the end", "error": False}, [])]

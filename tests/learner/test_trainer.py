@@ -45,13 +45,17 @@ class ScriptedServer:
         self.groups_of = groups_of
         self.stop_at = stop_at
         self.minibatches = minibatches
-        self.versions, self.sent = [], []
+        self.versions, self.sent, self.asked = [], [], []
+        self.stopping_after = None
         self.snapshot_ok, self.failed = True, False
 
     def request(self, kind, answer, deadline_s=None, give_up=lambda: False, **fields):
         if give_up():
             raise Stopped("this process was asked to end", False)
         return getattr(self, kind)(**fields)
+
+    def answer(self, kind, answer, deadline_s=None, give_up=lambda: False, **fields):
+        return self.request(kind, answer, give_up=give_up, **fields)
 
     def next(self, step):
         if step == self.stop_at:
@@ -73,7 +77,8 @@ class ScriptedServer:
             manifest.verify(memoryview(segment.read()[: manifest.nbytes]))
         self.versions.append((step, manifest.version))
         assert stats["publish_s"] > 0
-        return {"books": {"issued": 4 * (step + 1), "trained": 4 * (step + 1)}}, []
+        books = {"issued": 4 * (step + 1), "trained": 4 * (step + 1)}
+        return {"books": books, "stopping": step == self.stopping_after}, []
 
     def snapshot(self, path):
         if self.snapshot_ok:
@@ -83,7 +88,10 @@ class ScriptedServer:
         return {"ok": self.snapshot_ok, "detail": "disk full"}, []
 
     def send(self, kind, **fields):
-        self.sent.append((kind, fields))
+        if kind == "next":
+            self.asked.append((fields["step"], len(self.versions)))
+        else:
+            self.sent.append((kind, fields))
 
     def receive(self, timeout_s):
         return [({"type": "stop", "reason": "the end", "error": self.failed}, [])]
@@ -226,6 +234,34 @@ def test_a_stop_ends_after_the_present_step_with_a_checkpoint(tmp_path, model, r
     newest = RunFolder(tmp_path).latest_checkpoint()
     assert newest == tmp_path / "checkpoints" / "step_3"
     assert json.loads((newest / "trainer.json").read_text())["step"] == 3
+
+
+def test_a_step_is_asked_for_before_the_one_before_is_trained(tmp_path, model, run_id):
+    server = ScriptedServer(lambda step: honest_groups(model, step))
+    trainer, leader = start(tmp_path, server, model, run_id)
+    assert train(trainer, leader)
+    leader.close()
+    assert server.asked == [(0, 1), (1, 1), (2, 2), (3, 3)]  # step, versions published by then
+
+
+@pytest.mark.parametrize("buffer", [{"max_staleness": 0}, {"max_staleness": 1, "max_uses": 2}])
+def test_a_step_is_not_asked_for_ahead_where_that_would_change_it(tmp_path, model, run_id, buffer):
+    server = ScriptedServer(lambda step: honest_groups(model, step))
+    trainer, leader = start(tmp_path, server, model, run_id, buffer={"groups_per_step": 4, **buffer})
+    assert train(trainer, leader)
+    leader.close()
+    assert server.asked == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+def test_a_step_that_is_there_ahead_is_not_begun_when_the_run_winds_down(tmp_path, model, run_id):
+    server = ScriptedServer(lambda step: honest_groups(model, step))
+    server.stopping_after = 1
+    trainer, leader = start(tmp_path, server, model, run_id)
+    assert not train(trainer, leader)
+    leader.close()
+    assert trainer.state.step == 2
+    assert server.asked[-1] == (2, 2)
+    assert server.sent == [("done", {"stopped": True})]
 
 
 def test_a_run_that_fails_elsewhere_ends_here_without_a_goodbye(tmp_path, model, run_id):

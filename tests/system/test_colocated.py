@@ -17,7 +17,7 @@ CLOCKS_S = 0.02
 
 def turns(out: Path) -> list[tuple[str, float, float]]:
     """Spans (role, start, end) in which a role used the device, by start; what one role does in a row is one span."""
-    device = {"actor": ("generating", "committing"), "learner": ("training", "reducing")}
+    device = {"actor": ("generating", "paused"), "learner": ("training", "reducing")}
     spans = defaultdict(list)
     for row in rows(out / "timeline.jsonl"):
         spans[row["role"]] += [(s, e) for state, s, e in row["spans"] if state in device.get(row["role"], ())]

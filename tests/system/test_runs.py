@@ -66,7 +66,7 @@ def test_two_ranks_and_two_actors_share_the_work_over_zeromq(tmp_path, small):
 def test_stragglers_are_reissued_within_the_bound(tmp_path, small):
     out = tmp_path / "run"
     small |= {"buffer.stragglers": "reissue", "actors.engine": "mock", "buffer.max_staleness": 1, "eval.every": 0}
-    small |= {"actors.mock_latency_sigma": 1.5, "actors.mock_latency_s": 0.1, "steps": 8}
+    small |= {"actors.mock_spread": 30.0, "actors.mock_speed": 160.0, "steps": 8}
     done = run("run", "arithmetic", *overrides(small), "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     assert_sound(out, bound=1, steps=8)
@@ -74,7 +74,7 @@ def test_stragglers_are_reissued_within_the_bound(tmp_path, small):
 
 def test_groups_are_trained_as_often_as_max_uses_allows(tmp_path, small):
     out = tmp_path / "run"
-    small |= {"buffer.max_uses": 2, "actors.engine": "mock", "actors.mock_latency_s": 1.0, "eval.every": 0}
+    small |= {"buffer.max_uses": 2, "actors.engine": "mock", "actors.mock_speed": 16.0, "eval.every": 0}
     done = run("run", "arithmetic", *overrides(small), "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     ordinals = [o for b in rows(out / "batches.jsonl") for o in b["ordinals"]]

@@ -1,0 +1,1 @@
+"""Benchmarks of the learner, started by ``async-rl bench learner``."""
