@@ -10,12 +10,10 @@ terminal that was closed.
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -280,18 +278,11 @@ def _with_keys(overrides: list[str] | None, keys: Path | None, *, insecure: bool
     return settings
 
 
-def _leave(number: int, _: FrameType | None) -> None:
-    """Ctrl-C where nothing has to be wound down."""
-    print("async-rl: interrupted", file=sys.stderr, flush=True)
-    sys.exit(128 + number)
-
-
 def main() -> None:
-    """Entry point: what goes wrong on purpose or with the disk is one sentence on stderr, never a traceback."""
+    """Run a command: what goes wrong on purpose or with the disk is one sentence on stderr, never a traceback."""
     from async_rl.output import outlive_full_disk
 
     outlive_full_disk()  # nor does a terminal that is closed, or a pipe whose reader has left, end it
-    signal.signal(signal.SIGINT, _leave)
     try:
         app()
     except AsyncRLError as error:

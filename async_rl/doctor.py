@@ -223,7 +223,7 @@ def _engine(config: Config) -> str:
 
 
 def _verifier(config: Config, env: Mapping[str, str]) -> str:
-    preflight.check_verifier(config.task.verifier, env)
+    preflight.check_verifier(config.task, env)
     return config.task.verifier or "built in"
 
 

@@ -18,6 +18,7 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 | next | learner | step, also ahead; an untrained one gives the same shard again | shard, when deliverable; or stop |
 | trained | learner 0 | step (-1: only publishes the start version), manifest, stats | trained (books, stopping) |
 | snapshot | learner 0 | path: folder of the run for ``ledger.json``, ``groups.bin`` | snapshot (path, ok, detail) |
+| trouble | learner 0 | reason: why a checkpoint cannot be written, shown as a notice; empty: it is over | none |
 | eval | evaluator | epoch, version, metrics, samples | none; forwarded in shard stats |
 | done | learner 0 | stopped: true before the last step | stop: actors, after the last eval all |
 | fatal | any | reason: ends the run with this sentence | stop goes to all |

@@ -2,7 +2,10 @@
 
     .step_N (hidden, beside) ─► what Domain.save writes, trainer.json        rank 0
                              ─► ledger.json, groups.bin                      the server, asked by ``snapshot``
-                             ─► fsync of everything ─► rename to step_N ─► older ones beyond ``keep`` are removed
+                             ─► fsync of everything ─► its name, step_N ─► older ones beyond ``keep`` are removed
+
+A step that was saved before, as after a resume that was stopped before its first step, changes places with the new one:
+there is no moment in which neither has the name.
 
 The task stream and the seeds of actors belong to server and actors; what the learner draws at random follows from seed
 and step, so there is no generator's state to keep.
@@ -10,6 +13,8 @@ and step, so there is no generator's state to keep.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import os
 import re
@@ -27,6 +32,7 @@ from async_rl.runfolder import CHECKPOINT_FILES
 from learner.domain import Domain
 
 _TRAINER = "trainer.json"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _STATE = Fields(
     {"step": whole, "trained": number, "contract": text, "numbers": Each(number)},
     needed=("step", "trained", "contract", "numbers"),
@@ -90,9 +96,7 @@ class Checkpoints:
             if missing:
                 raise CheckpointError(f"the checkpoint of step {state.step} lacks {', '.join(missing)}")
             _fsync_tree(temporary)
-            if final.exists():
-                final.rename(self._folder / f".step_{state.step}.old")
-            temporary.rename(final)
+            _name(temporary, final)
             self._remove_leftovers()
             _fsync(self._folder)
             self._prune()
@@ -145,6 +149,21 @@ def read_state(checkpoint: Path, config: RunConfig) -> TrainerState:
             f"{checkpoint} belongs to a run with another {what} or seed; resume with the config.toml of its run folder"
         )
     return state
+
+
+def _name(begun: Path, final: Path) -> None:
+    """Give a checkpoint its name; one that has it takes the name of the new one.
+
+    On a file system that cannot exchange names (NFS) the one that is there stays: its tensors are the same.
+    """
+    if not final.exists():
+        begun.rename(final)
+    elif ctypes.CDLL(None, use_errno=True).renameat2(
+        _AT_FDCWD, os.fsencode(begun), _AT_FDCWD, os.fsencode(final), _RENAME_EXCHANGE
+    ):
+        number = ctypes.get_errno()
+        if number not in (errno.EINVAL, errno.ENOSYS):
+            raise OSError(number, os.strerror(number), str(final))
 
 
 def _fsync_tree(folder: Path) -> None:

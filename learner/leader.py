@@ -26,6 +26,9 @@ from learner.domain import Domain
 from learner.publisher import Publisher
 
 SNAPSHOT_TIMEOUT_S = 300.0
+LAST_TRIES_S = 120.0
+"""A run's last checkpoint is tried again for so long; less than server and launcher give a run to wind down."""
+_TRY_AGAIN_S = 5.0
 FINISH_TIMEOUT_S = 330.0
 """The server waits for the last evaluation, with a deadline of its own that is shorter."""
 
@@ -68,6 +71,7 @@ class Leader:
         self._saved_step = -1
         self.stopping = False
         """Whether the run winds down, by the server's answer to the last version: no step is begun any more."""
+        self._trouble = ""
         self._staged: Manifest | None = None
         self._last_eval = start - 1  # the folder of a resumed run holds older ones
 
@@ -99,21 +103,29 @@ class Leader:
         self._metrics.write(step, metrics)
 
     def checkpoint(self, state: TrainerState, *, final: bool) -> None:
-        """Write a checkpoint, once per step.
+        """Write a checkpoint, once per step. One that cannot be written is a warning, which the server shows, too.
+
+        Args:
+            state: of the learner.
+            final: the run ends with it, so it is tried again for :data:`LAST_TRIES_S`.
 
         Raises:
-            CheckpointError: a ``final`` one could not be written; on the way that is a warning, and the run goes on.
+            CheckpointError: a ``final`` one could not be written in that time; names the newest that there is.
         """
-        if state.step == self._saved_step:
-            return
+        deadline = time.monotonic() + LAST_TRIES_S
         with self._timer.during("checkpointing"):
-            try:
-                self._checkpoints.save(state, self._domain, self._snapshot)
-                self._saved_step = state.step
-            except CheckpointError as error:
-                if final:
-                    raise
-                print(f"async-rl: warning: {error}", file=sys.stderr, flush=True)
+            while state.step != self._saved_step:
+                try:
+                    self._checkpoints.save(state, self._domain, self._snapshot)
+                except CheckpointError as error:
+                    again = f"; trying for {LAST_TRIES_S:.0f} s: the run ends with it" if final else ""
+                    self._warn(f"{error}{again}")
+                    if not final:
+                        return
+                    self._pause(error, deadline)
+                else:
+                    self._saved_step = state.step
+                    self._warn("")
 
     def finish(self, state: TrainerState, *, stopped: bool) -> None:
         """Say that the learner is done, wait for the server's stop, and log the evaluations that came meanwhile.
@@ -154,7 +166,35 @@ class Leader:
         self._metrics.close()
         self._publisher.close()
 
+    def _warn(self, trouble: str) -> None:
+        """Say what keeps a checkpoint from being written, once in our log, and to the server; empty: nothing more."""
+        if trouble == self._trouble:
+            return
+        self._trouble = trouble
+        if trouble:
+            print(f"async-rl: warning: {trouble}", file=sys.stderr, flush=True)
+        self._client.send("trouble", reason=trouble)
+
+    def _pause(self, error: CheckpointError, deadline: float) -> None:
+        """Before the last checkpoint is tried again.
+
+        Raises:
+            CheckpointError: the time is up, or the run has ended meanwhile.
+        """
+        until = min(deadline, time.monotonic() + _TRY_AGAIN_S)
+        why = f"for {LAST_TRIES_S:.0f} s" if until == deadline else ""
+        while not why and (left_s := until - time.monotonic()) > 0:
+            ends = [header for header, _ in self._client.receive(left_s) if header["type"] == "stop"]
+            why = f"before the run ended ({ends[0]['reason']})" if ends else ""
+        if why:
+            newest = RunFolder(self._out).latest_checkpoint()
+            there = f"the newest one is {newest}, from which --resume goes on" if newest else "there is no other one"
+            raise CheckpointError(f"the run's last checkpoint could not be written {why}; {there} ({error})")
+
     def _snapshot(self, folder: Path) -> None:
-        header, _ = self._client.request("snapshot", "snapshot", deadline_s=SNAPSHOT_TIMEOUT_S, path=str(folder))
+        try:
+            header, _ = self._client.request("snapshot", "snapshot", deadline_s=SNAPSHOT_TIMEOUT_S, path=str(folder))
+        except DeadlineError as error:  # a disk that hangs; a server that is gone is said again at the next step
+            raise CheckpointError(f"the server could not write its part of the checkpoint: {error}") from None
         if not header["ok"]:
             raise CheckpointError(f"the server could not write its part of the checkpoint: {header['detail']}")

@@ -34,6 +34,9 @@ from learner.shard import MiniBatch
 MAX_SKIPPED = 5
 """Updates with a non-finite gradient in a row that end the run."""
 
+MOST_AGES = 1024
+"""Older tokens are counted together: a bound that is as good as none must not cost its own size in memory."""
+
 HEAD_SPEED = 10.0
 """A value head begins at 0 and must follow rewards that rise; at the rate of the trunk below it, it lags behind."""
 
@@ -66,7 +69,7 @@ class Updater:
         self._config = config
         self._group = group
         self._timer = timer
-        self._num_ages = config.buffer.max_staleness + 2
+        self._num_ages = min(config.buffer.max_staleness, config.steps, MOST_AGES) + 2
         sizes = dict.fromkeys(_BATCH_SUMS, 1) | sum_sizes(self._num_ages)
         dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self.networks = networks

@@ -112,7 +112,7 @@ def main(
     kills: Annotated[int, typer.Option(min=1, help="faults to inject")] = 200,
     seed: Annotated[int, typer.Option(help="of the faults")] = 0,
     out: Annotated[Path, typer.Option(help="folder, made if missing")] = Path("runs/chaos"),
-    steps: Annotated[int, typer.Option(help="learner steps of the run; 0: four per fault, at least the preset's")] = 0,
+    steps: Annotated[int, typer.Option(help="learner steps of the run; 0: two per fault, at least the preset's")] = 0,
     stops: Annotated[float, typer.Option(help="share of faults that freeze instead of kill")] = 0.15,
     roles: Annotated[str, typer.Option(help="comma-separated; empty: every role that the run has")] = "",
     settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of the run")] = None,
@@ -121,7 +121,7 @@ def main(
     """Inject faults, print the table, exit non-zero on any loss."""
     console = Console()
     out.mkdir(parents=True, exist_ok=True)
-    chosen = [f"steps={steps or max(4 * kills, preset_steps(preset))}", "checkpoint.every=5", "buffer.heartbeat_s=3"]
+    chosen = [f"steps={steps or max(2 * kills, preset_steps(preset))}", "checkpoint.every=5", "buffer.heartbeat_s=3"]
     chosen += ["log.wandb=false", "log.tensorboard=false", *(settings or [])]
     run = Run((out / f"{preset}-{seed}").resolve(), chosen, preset)
     if run.out.exists():

@@ -19,6 +19,9 @@ from actors.verifiers.child import Child, Source
 from async_rl.errors import ConfigError
 from async_rl.sandbox import Limit
 
+_STARTS = 3
+"""Children that may be killed one after the other before it is no accident; other failures are told at once."""
+
 
 @dataclass(slots=True)
 class Worker:
@@ -100,19 +103,24 @@ class ChildPool(ABC, Generic[W, R]):
         self._workers, self._killed = [], []
 
     def start_first(self) -> None:
-        """Start one child and wait until it has imported the user's module.
+        """Start one child and wait until it has imported the user's module; one that somebody kills is tried again.
 
         Raises:
             ConfigError: it cannot; says why. No child is left then.
         """
-        worker = self._spawn()
-        while not worker.ready:
-            self._select(worker.deadline - time.monotonic())
-            self._hear(worker)
-            if (failure := self._start_failure(worker)) is not None:
-                self.close()
-                what = f" = {self._source.function!r}" if self._source.names_function else ""
-                raise ConfigError(f"{self._source.setting}{what}: {failure}")
+        for tries_left in reversed(range(_STARTS)):
+            worker = self._spawn()
+            while not worker.ready and (failure := self._start_failure(worker)) is None:
+                self._select(worker.deadline - time.monotonic())
+                self._hear(worker)
+            if worker.ready:
+                return
+            if not (tries_left and worker.child.gone and not worker.load_error and self._was_killed(worker)):
+                break
+            self._kill(worker)
+        self.close()
+        what = f" = {self._source.function!r}" if self._source.names_function else ""
+        raise ConfigError(f"{self._source.setting}{what}: {failure}")
 
     def _spawn(self) -> W:
         child = Child(self._source, self._search, self._module)
@@ -138,6 +146,11 @@ class ChildPool(ABC, Generic[W, R]):
         if time.monotonic() >= worker.deadline:
             return f"the import took longer than {self._source.start_timeout_s:.0f} s"
         return None
+
+    def _was_killed(self, worker: W) -> bool:
+        """Whether a child that is gone was ended by a signal that none of its limits explains."""
+        code, sandbox = worker.child.exit_code(), self._source.sandbox
+        return code is not None and code < 0 and (sandbox is None or sandbox.fatal_limit(code) is None)
 
     def _end_of(self, worker: W, who: str) -> tuple[Limit | Literal["died"], str]:
         """Why a child is gone, outcome and detail; it is killed, if it lives on without its socket."""

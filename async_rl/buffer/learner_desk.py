@@ -30,6 +30,7 @@ from async_rl.errors import WeightsError, WireError
 from async_rl.weights.manifest import Manifest
 from async_rl.wire import Frame, Header, encode_groups
 
+_MOST_TROUBLE = 1000
 _PAST_LIVES = 64
 """So many former lives of the group are still refused, should one of their ranks wake up."""
 
@@ -105,6 +106,8 @@ class LearnerDesk:
         self._writing: list[Writing] = []
         self._written = ""
         """Path of the newest snapshot that is on disk."""
+        self.trouble = ""
+        """Why the learner cannot write a checkpoint; empty while it can."""
         self.last: BatchStats | None = None
         """Statistics of the newest trained batch."""
 
@@ -117,11 +120,10 @@ class LearnerDesk:
             WireError: a field is missing or of the wrong type.
         """
         group, step = take(hello, "group", str), take(hello, "step", int)
-        if group == self.group:
-            return "", ""
         if group in self._past:
             return "replaced", "another life of the learner group has taken over"
-        if not 0 <= step <= self._ledger.version or group == self._disowned:
+        newest = self._ledger.next_step if group == self.group else self._ledger.version
+        if not 0 <= step <= newest or group == self._disowned:
             return "ahead", (
                 f"this learner continues with step {step}, the server with step {self._ledger.version}: start the "
                 "learner again, from its newest checkpoint"
@@ -133,6 +135,7 @@ class LearnerDesk:
         if self.group is not None:
             self._past.append(self.group)
         self.group, self.heard = group, now
+        self.trouble = ""
         self._dealt.clear()
         self._unwritten = [row for row in self._unwritten if row["step"] < self._ledger.version]
         self.note()
@@ -269,6 +272,14 @@ class LearnerDesk:
                 self._written = writing.path
                 self._ledger.compact()
             self._answer(writing.identity, writing.path, "" if error is None else str(error) or type(error).__name__)
+
+    def take_trouble(self, header: Header, now: float) -> None:
+        """Rank 0 says what keeps it from writing a checkpoint; empty: nothing does any more.
+
+        Raises:
+            WireError: a field is missing or of the wrong type.
+        """
+        self.trouble, self.heard = take(header, "reason", str)[:_MOST_TROUBLE], now
 
     def close(self) -> None:
         """Let a snapshot in progress end."""

@@ -56,13 +56,8 @@ def open_ledger(config: RunConfig, limits: Limits, out: Path, resume: Path | Non
     try:
         return Opened(_recovered(config, limits, out), recovered=True)
     except ConfigError as error:
-        checkpoint, books = RunFolder(out).latest_checkpoint(), read_json(out / "books.json")
-        print(
-            f"async-rl: warning: {error}. The run goes on from {checkpoint or 'its beginning'}; what came after it is "
-            "made again",
-            flush=True,
-        )
-    ledger = make_ledger(config, limits, checkpoint)
+        print(f"async-rl: warning: {error}", flush=True)
+    ledger, books = _newest(config, limits, out), read_json(out / "books.json")
     # Clients hold versions of the epoch that was lost: only those of a later one are newer to them.
     ledger.epoch = max(ledger.epoch, books["epoch"] if type(books.get("epoch")) is int else 0) + 1
     ledger.note("forgotten", True)
@@ -80,6 +75,20 @@ def make_ledger(config: RunConfig, limits: Limits, resume: Path | None) -> Journ
     if resume is not None:
         journal.restore(journal.load(resume), ledger, time.monotonic(), keep_open=False)
     return ledger
+
+
+def _newest(config: RunConfig, limits: Limits, out: Path) -> JournaledLedger:
+    """The ledger of the newest checkpoint that can be read; a fresh one without any."""
+    for checkpoint in RunFolder(out).checkpoints():
+        try:
+            ledger = make_ledger(config, limits, checkpoint)
+        except ConfigError as error:
+            print(f"async-rl: warning: {checkpoint} is passed over: {error}", flush=True)
+            continue
+        print(f"the run goes on from {checkpoint}; what came after it is made again", flush=True)
+        return ledger
+    print("the run begins again: there is no checkpoint to go on from", flush=True)
+    return make_ledger(config, limits, None)
 
 
 def _recovered(config: RunConfig, limits: Limits, out: Path) -> JournaledLedger:

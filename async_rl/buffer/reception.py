@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 from async_rl.buffer.account import Account
 from async_rl.buffer.actor_desk import ActorDesk
@@ -24,6 +25,7 @@ from async_rl.buffer.scorer_desk import ScorerDesk
 from async_rl.buffer.undo import undone
 from async_rl.buffer.versions import Versions
 from async_rl.config import RunConfig
+from async_rl.runfolder import RunFolder
 from async_rl.wire import Header
 
 EVALUATOR_BACK_S = 60.0
@@ -93,6 +95,8 @@ class Reception:
         self._period_s = config.buffer.heartbeat_s
         self._restarted_at: float | None = None
         """When this server took over from one that died; ``None``: long ago, or never."""
+        self.newer: Path | None = None
+        """A checkpoint beyond the ledger, of which a learner has told: the journal was lost while it was written."""
 
     def expect_all(self, now: float) -> float:
         """The server was restarted: who was connected may say hello again; returns until when."""
@@ -112,6 +116,8 @@ class Reception:
             self._refused["hello"] += 1
             print(f"refused {str(header.get('name'))[:60]!r}: {why}", flush=True)
             self._post.send(identity, "refused", reason=why, code=code)
+            if code == "ahead":
+                self._look_for_newer(f"step_{header['step']}")
             return
         session = Session.from_hello(identity, header, now)
         self._replace(session, now)
@@ -151,6 +157,10 @@ class Reception:
             return self._over()
         return self._learners.refusal(header) if header["role"] == "learner" else ("", "")
 
+    def _look_for_newer(self, name: str) -> None:
+        found = (c for c in RunFolder(self._files.out).checkpoints() if c.name == name)
+        self.newer = next(found, None)
+
     def _over(self) -> tuple[str, str]:
         if self._ending.phase == "evaluating":
             return "over", "the run is over: all steps are trained, only the last evaluation is awaited"
@@ -189,8 +199,8 @@ class Reception:
         lost = self._ledger.rewind(step, undone(batch_rows(self._files), step))
         self._learners.begin_life(group, now)
         self._versions.withdraw(step, self._ledger.epoch)
+        keep_lines(self._files, self._ledger)
         if self._ledger.epoch != epoch:
-            keep_lines(self._files, self._ledger)
             self._account.rewind(step)
             self._actors.leave_void(step)
             print(f"the learner begins again at step {step}: what came after it, up to {was}, is void", flush=True)

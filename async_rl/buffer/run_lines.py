@@ -26,7 +26,12 @@ def batch_rows(files: RunFiles) -> list[dict[str, Any]]:
 
 
 def keep_lines(files: RunFiles, ledger: Ledger) -> None:
-    """Drop the lines that the run writes again."""
+    """Drop the lines that the run writes again.
+
+    A server that has lost its journal waits with that for its learner, which may have a newer checkpoint.
+    """
+    if ledger.has_forgotten and "learner" not in ledger.notes:
+        return
     steps: set[int] = set()
 
     def is_first(row: Mapping[str, Any]) -> bool:

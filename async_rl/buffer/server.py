@@ -36,7 +36,7 @@ from async_rl.buffer.service import Service, Weights
 from async_rl.config import AnyConfig, BufferConfig, ControlConfig, RunConfig, load_any
 from async_rl.control import spaces
 from async_rl.curve import Gate, ServerKeys, check_open, secure_server
-from async_rl.errors import ConfigError, WeightsError
+from async_rl.errors import ConfigError, StartAgainError, WeightsError
 from async_rl.process import die_with_parent, run_guarded
 from async_rl.protocol import BEATS_PER_PERIOD
 from async_rl.runfolder import read_json
@@ -137,13 +137,17 @@ class Server:
         self.close()
 
     def run(self) -> int:
-        """Serve until the run has ended; 0 if it completed or was stopped, 1 if it failed."""
+        """Serve until the run has ended; 0 if it completed or was stopped, 1 if it failed.
+
+        Raises:
+            StartAgainError: the learner has a checkpoint that is newer than this ledger.
+        """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wakeup, zmq.POLLIN)
         period_s = self._config.buffer.heartbeat_s / (2 * BEATS_PER_PERIOD)
         next_tick, backlog = time.monotonic() + period_s, 0
-        while self.service.ending.phase != "ended":
+        while self.service.ending.phase != "ended" and self.service.newer is None:
             poller.poll(max(0, math.ceil((next_tick - time.monotonic()) * 1000)))
             with self.service.ledger.batch():  # on record at its end, and answered then
                 woken = self._take_wakeup()
@@ -161,6 +165,11 @@ class Server:
                 self.service.pump(now)
             self._send(now)
         self._send(time.monotonic())
+        if self.service.newer is not None:
+            raise StartAgainError(
+                f"the journal was lost while the learner wrote {self.service.newer}: started again, the server goes on "
+                "from there"
+            )
         return 1 if self.service.account.status == "failed" else 0
 
     def wake(self) -> None:

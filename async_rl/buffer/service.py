@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from async_rl.buffer.account import Account
@@ -149,6 +150,7 @@ class Service:
             "next": (("learner",), lambda s, h, f, now: self._learners.next(s, h)),
             "trained": (("learner",), lambda s, h, f, now: self._trained(s, h, now)),
             "snapshot": (("learner",), lambda s, h, f, now: self._learners.snapshot(s, h)),
+            "trouble": (("learner",), lambda s, h, f, now: self._learners.take_trouble(h, now)),
             "done": (("learner",), lambda s, h, f, now: self._done(h, now)),
             "eval": (("evaluator",), lambda s, h, f, now: self._eval(s, h, now)),
             "dead": (("monitor",), lambda s, h, f, now: self._reception.dead(take(h, "name", str), now)),
@@ -219,10 +221,15 @@ class Service:
         self._notice(now)
         self.ending.tick(now)
 
+    @property
+    def newer(self) -> Path | None:
+        """A checkpoint of the learner's that is newer than this ledger: the next server is to go on from it."""
+        return self._reception.newer
+
     def close(self) -> None:
-        """Last words: the final books, all files on disk. A run that has ended needs no journal any more."""
+        """Last words: the final books, all files on disk. A journal of which nobody is to go on is removed."""
         self._learners.close()
-        self.ledger.detach(remove=self.ending.phase == "ended")
+        self.ledger.detach(remove=self.ending.phase == "ended" or self.newer is not None)
         self._write_books()
         self._files.close()
 
@@ -334,7 +341,7 @@ class Service:
             print("\n".join(waiting), flush=True)
         self._num_waiting = len(waiting)
         unwritten = [] if self.ledger.is_recorded else [_NO_JOURNAL]
-        unwritten += [self._files.trouble] if self._files.trouble else []
+        unwritten += filter(None, (self._files.trouble, self._learners.trouble))
         self.account.notices = waiting + unwritten
 
     def _bark(self, overdue: Overdue, now: float) -> None:

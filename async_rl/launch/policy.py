@@ -46,19 +46,23 @@ class Lives:
     next_at: float | None = None
     """When the next life begins; ``None`` while it lives or is given up."""
     given_up: bool = False
+    has_worked: bool = False
+    """Some life has."""
 
     def work(self) -> None:
         """The present life has worked: what was before it is forgiven."""
-        self.barren = 0
+        self.barren, self.has_worked = 0, True
 
     def end(self, now: float, *, hopeless: bool = False) -> bool:
         """The present life has ended; whether there will be another one.
 
         Args:
             now: the clock.
-            hopeless: see :func:`is_hopeless`.
+            hopeless: see :func:`is_hopeless`. A restart that says so before it has worked is believed only if no life
+                before has: what it lacks was there before, and may be again, such as the memory of the one that died.
         """
-        self.given_up = hopeless or self.barren >= MAX_RESTARTS
+        is_restart = self.has_worked and self.barren > 0
+        self.given_up = (hopeless and not is_restart) or self.barren >= MAX_RESTARTS
         self.next_at = None if self.given_up else now + backoff_s(self.barren)
         return not self.given_up
 

@@ -11,12 +11,12 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from async_rl.config import BufferConfig, Config
+from async_rl.config import BufferConfig, Config, TaskConfig
 from async_rl.curve import ClientKeys, ServerKeys, check_open
 from async_rl.errors import AsyncRLError, ConfigError
 
@@ -29,6 +29,8 @@ CLASSIFIER = ("ForSequenceClassification",)
 """How the names of sequence classification models end."""
 _IMPORT = """
 import importlib, sys
+from async_rl.sandbox import Sandbox
+Sandbox(memory_bytes=int(sys.argv[3]), network=sys.argv[4] == "network").enter()
 found = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
 if not callable(found): raise TypeError(f"{sys.argv[2]} is no function")
 """
@@ -147,35 +149,43 @@ def check_model_folder(folder: Path, setting: str = "model.path", kinds: tuple[s
         raise ConfigError(f"{setting} = {str(folder)!r}: {architectures} is no {what} model")
 
 
-def check_verifier(spec: str, env: Mapping[str, str]) -> None:
-    """Import the user's verifier in a process of its own.
+def check_verifier(task: TaskConfig, env: Mapping[str, str], interrupted: Callable[[], bool] = lambda: False) -> None:
+    """Import the user's verifier in a process of its own, with the limits that it will have in the run.
+
+    Args:
+        task: with ``task.verifier`` or without.
+        env: environment of that process.
+        interrupted: ends it once it is true.
 
     Raises:
         ConfigError: it is not written as ``module:function``, cannot be imported, or is not callable.
+        AsyncRLError: ``interrupted`` became true.
     """
+    from async_rl.launch.children import Child, end_all, tail, wait_all
+
+    spec = task.verifier
     if not spec:
         return
     module, colon, function = spec.partition(":")
     if not colon or not re.fullmatch(r"[\w.]+", module) or not function.isidentifier():
         raise ConfigError(f"task.verifier = {spec!r}: write it as module:function")
-    try:
-        found = subprocess.run(
-            [sys.executable, "-c", _IMPORT, module, function],
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"task.verifier = {spec!r}: importing it took more than {IMPORT_TIMEOUT_S:.0f} s") from None
-    if found.returncode:
-        lines = [line for line in found.stderr.splitlines() if line.strip()]
-        raise ConfigError(
-            f"task.verifier = {spec!r} cannot be used: {lines[-1] if lines else f'exit code {found.returncode}'}; run "
-            "from the folder that holds it, put it beside the configuration file, or set PYTHONPATH"
-        )
+    limits = [str(task.memory_bytes), "network" if task.network else ""]
+    with tempfile.TemporaryDirectory(prefix="async-rl-verifier-") as scratch:
+        log = Path(scratch) / "log"
+        child = Child.start("verifier", [sys.executable, "-c", _IMPORT, module, function, *limits], log, env)
+        try:
+            late = wait_all([child], IMPORT_TIMEOUT_S, lambda: not interrupted())
+        finally:
+            end_all([child], grace_s=0.0)
+        if interrupted():
+            raise AsyncRLError("interrupted while the verifier was tried")
+        if late:
+            raise ConfigError(f"task.verifier = {spec!r}: importing it took more than {IMPORT_TIMEOUT_S:.0f} s")
+        if child.exit_code:
+            said = next((line for line in reversed(tail(log, 15)) if line.strip()), child.describe_end())
+            where = "run from the folder that holds it, put it beside the configuration file, or set PYTHONPATH"
+            hint = "; raise task.memory_bytes" if said.startswith("MemoryError") else f"; {where}"
+            raise ConfigError(f"task.verifier = {spec!r} cannot be used: {said}{hint}")
 
 
 def check_engine(config: Config) -> None:

@@ -38,7 +38,7 @@ def check_run(
     """
     if with_actors:
         preflight.check_engine(config)
-    preflight.check_verifier(config.task.verifier, env)
+    preflight.check_verifier(config.task, env, interrupted)
     task_checks.check_data(config, env)
     if with_actors:
         roles.check_reward(config, env)

@@ -64,11 +64,13 @@ def supervise(model: nn.Module, lessons: Sequence[Lesson], say: Callable[[str], 
         loss = _step(model, optimizer, active[step % len(active)])
         if step % EVAL_EVERY:
             continue
-        for lesson in active:
-            if greedy_accuracy(model, *lesson.heldout) >= lesson.too_much:
-                step_back(model, before, lesson)
+        found = _accuracies(model, lessons)
+        if any(accuracy >= lesson.too_much for lesson, accuracy in zip(lessons, found, strict=True)):
+            for lesson in active:
+                if greedy_accuracy(model, *lesson.heldout) >= lesson.too_much:
+                    step_back(model, before, lesson)
+            found = _accuracies(model, lessons)
         before = _snapshot(model)
-        found = [greedy_accuracy(model, *lesson.heldout) for lesson in lessons]
         active = [lesson for lesson, accuracy in zip(lessons, found, strict=True) if accuracy < lesson.enough]
         if not active or step % (10 * EVAL_EVERY) == 0:
             text = "  ".join(f"{lesson.name} {accuracy:.3f}" for lesson, accuracy in zip(lessons, found, strict=True))
@@ -97,6 +99,10 @@ def step_back(model: nn.Module, before: list[Tensor], lesson: Lesson) -> float:
             break
         low, high = (low, middle) if accuracy >= lesson.too_much else (middle, high)
     return accuracy
+
+
+def _accuracies(model: nn.Module, lessons: Sequence[Lesson]) -> list[float]:
+    return [greedy_accuracy(model, *lesson.heldout) for lesson in lessons]
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, lesson: Lesson) -> float:

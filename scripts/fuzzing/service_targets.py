@@ -41,7 +41,7 @@ _CAST = (
     (b"M", "monitor", {}),
 )
 _SAID = {
-    "learner": ("next", "trained", "next", "trained", "snapshot", "beat", "hello"),
+    "learner": ("next", "trained", "next", "trained", "snapshot", "trouble", "beat", "hello"),
     "actor": ("submit", "submit", "submit", "submit", "credit", "live", "fail", "beat", "asleep", "hello", "bye"),
     "scorer": ("annotate", "annotate", "credit", "fail", "beat", "hello", "bye"),
     "evaluator": ("eval", "live", "beat", "hello", "bye"),

@@ -108,6 +108,11 @@ def test_a_first_observation_that_the_model_cannot_read_is_refused(configured, n
         check(configured(f"user_checked:{name}"))
 
 
+def test_a_model_without_a_chat_template_is_refused(configured):
+    with pytest.raises(ConfigError, match="chat template does not fit several turns: it cannot be rendered"):
+        check(configured("user_checked:Good", chat=True))
+
+
 def test_the_launcher_checks_in_a_process_of_its_own_and_passes_the_sentence_on(configured, tmp_path):
     env = preflight.child_environment(os.environ, tmp_path)
     assert check_environment(configured("user_checked:Good"), env) == (
@@ -115,7 +120,5 @@ def test_the_launcher_checks_in_a_process_of_its_own_and_passes_the_sentence_on(
     )
     with pytest.raises(ConfigError, match=r"^task.environment = 'user_checked:Raises': reset .* division by zero$"):
         check_environment(configured("user_checked:Raises"), env)
-    with pytest.raises(ConfigError, match="chat template does not fit several turns: it cannot be rendered"):
-        check_environment(configured("user_checked:Good", chat=True), env)
     with pytest.raises(AsyncRLError, match="interrupted"):
         check_environment(configured("user_checked:Good"), env, lambda: True)

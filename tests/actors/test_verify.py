@@ -261,6 +261,27 @@ def test_a_verifier_that_cannot_be_imported_is_a_config_error_at_once(folder, ve
 
 
 @pytest.mark.real
+@pytest.mark.parametrize(("deaths", "starts"), [(2, True), (3, False)])
+def test_a_child_that_somebody_kills_while_it_imports_is_started_again_a_few_times(folder, deaths, starts):
+    count = folder / "count"
+    count.write_text("")
+    lines = [
+        "import os, signal",
+        f"count = open({str(count)!r}, 'a+')",
+        "count.write('.'); count.seek(0)",
+        f"if len(count.read()) <= {deaths}: os.kill(os.getpid(), signal.SIGKILL)",
+        "def f(prompts, completions): return [1.0] * len(prompts)",
+    ]
+    (folder / "killed.py").write_text("\n".join(lines) + "\n")
+    if starts:
+        VerifierPool("killed:f", 30.0, 1, folder).close()
+    else:
+        with pytest.raises(ConfigError, match="ended while it imported"):
+            VerifierPool("killed:f", 30.0, 1, folder)
+    assert len(count.read_text()) == 3
+
+
+@pytest.mark.real
 def test_a_source_with_parameters_is_made_once_and_then_scores_every_call(folder):
     pool = VerifierPool(Source(function="user_verifier:scaled", parameters={"factor": 2.0}), 30.0, 1, folder)
     try:

@@ -50,6 +50,25 @@ def test_what_says_itself_why_it_cannot_go_on_is_given_up_at_once():
     assert not is_hopeless(0, "done")
 
 
+def test_a_restart_that_cannot_begin_is_tried_again_when_an_earlier_life_has_worked():
+    lives = Lives()
+    lives.work()
+    assert lives.end(0.0)
+    for _ in range(MAX_RESTARTS):
+        lives.begin()
+        again = lives.end(0.0, hopeless=True)  # such as an engine that finds too little memory
+    assert not again
+    assert lives.restarts == MAX_RESTARTS
+
+
+def test_a_life_that_has_worked_and_then_says_why_it_cannot_go_on_is_believed():
+    lives = Lives()
+    lives.end(0.0)
+    lives.begin()
+    lives.work()
+    assert not lives.end(0.0, hopeless=True)
+
+
 @pytest.mark.parametrize(
     ("log", "said"),
     [

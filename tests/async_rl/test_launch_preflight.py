@@ -9,8 +9,8 @@ import pytest
 from buffer_helpers import ledger
 
 from async_rl.buffer import journal
-from async_rl.config import BufferConfig, parse_config
-from async_rl.errors import ConfigError
+from async_rl.config import BufferConfig, TaskConfig, parse_config
+from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.launch import preflight
 from async_rl.launch.session import _configure
 from async_rl.runfolder import CHECKPOINT_FILES, MODEL_FILES
@@ -50,7 +50,7 @@ def test_addresses_that_others_can_reach_need_consent():
 def test_a_verifier_is_imported_in_another_process_and_its_fault_named(tmp_path):
     (tmp_path / "mine.py").write_text("def score(prompts, completions):\n    return []\nnumber = 3\n")
     env = preflight.child_environment(os.environ, tmp_path)
-    preflight.check_verifier("mine:score", env)
+    preflight.check_verifier(TaskConfig(verifier="mine:score"), env)
     for spec, fault in {
         "mine": "module:function",
         "mine:missing": "AttributeError",
@@ -58,7 +58,21 @@ def test_a_verifier_is_imported_in_another_process_and_its_fault_named(tmp_path)
         "absent:score": "No module named 'absent'",
     }.items():
         with pytest.raises(ConfigError, match=fault):
-            preflight.check_verifier(spec, env)
+            preflight.check_verifier(TaskConfig(verifier=spec), env)
+
+
+def test_a_verifier_whose_import_takes_all_memory_or_never_ends_holds_nothing_up(tmp_path, monkeypatch):
+    (tmp_path / "greedy.py").write_text("held = bytearray(3 << 30)\ndef score(completions): pass\n")
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(99)\n")
+    env = preflight.child_environment(os.environ, tmp_path)
+    with pytest.raises(ConfigError, match="greedy:score' cannot be used: MemoryError"):
+        preflight.check_verifier(TaskConfig(verifier="greedy:score", memory_bytes=1 << 30), env)
+    hangs = TaskConfig(verifier="hangs:score")
+    with pytest.raises(AsyncRLError, match="interrupted while the verifier was tried"):
+        preflight.check_verifier(hangs, env, lambda: True)
+    monkeypatch.setattr(preflight, "IMPORT_TIMEOUT_S", 0.2)
+    with pytest.raises(ConfigError, match="importing it took more than"):
+        preflight.check_verifier(hangs, env)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+import tomllib
+from pathlib import Path
 
 from launch_helpers import STAND_IN, Line
 
@@ -101,3 +105,24 @@ def test_the_second_interrupt_kills_even_what_ignores_signals(launch, tmp_path, 
     assert ran.outcome.status == "stopped"
     assert ended - asked[0] < 3.5
     assert all(child.exit_code == -signal.SIGKILL for child in ran.launcher.children)
+
+
+_INTERRUPTED_IMPORT = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from async_rl.__main__ import main
+main()
+"""
+
+
+def test_ctrl_c_is_one_sentence_already_while_the_command_line_is_imported():
+    found = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED_IMPORT], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (found.returncode, found.stderr) == (130, "async-rl: interrupted\n")
+    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"async-rl": "async_rl.__main__:main"}

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,6 +78,44 @@ def test_saving_a_step_again_replaces_it(tmp_path, make_updater):
     folder = checkpoints.save(state_at(4), domain_of(updater), server_part)
     loaded = load_causal_lm(model_folder(folder), "float32", "cpu")
     assert torch.equal(loaded.lm_head.weight, updater.networks.policy.lm_head.weight)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_4"]
+
+
+def test_a_death_while_a_step_is_saved_again_leaves_the_old_one_or_the_new_one(tmp_path, make_updater, monkeypatch):
+    checkpoints, updater = Checkpoints(tmp_path, 1), make_updater()
+    checkpoints.save(state_at(4), domain_of(updater), server_part)
+    rename = Path.rename
+
+    class Death(BaseException):
+        """As if the process ended here."""
+
+    def die_after(path, target):
+        rename(path, target)
+        raise Death
+
+    def die(folder):
+        raise Death
+
+    monkeypatch.setattr(Path, "rename", die_after)
+    updater.flat.data.add_(1)
+    monkeypatch.setattr("shutil.rmtree", die)
+    with pytest.raises(Death):
+        checkpoints.save(state_at(4), domain_of(updater), server_part)
+    found = RunFolder(tmp_path).latest_checkpoint()
+    assert found == tmp_path / "checkpoints" / "step_4"
+    loaded = load_causal_lm(model_folder(found), "float32", "cpu")
+    assert torch.equal(loaded.lm_head.weight, updater.networks.policy.lm_head.weight)
+    monkeypatch.undo()
+    checkpoints.save(state_at(5), domain_of(updater), server_part)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_5"]
+
+
+def test_where_names_cannot_be_exchanged_the_one_that_is_there_stays(tmp_path, make_updater, monkeypatch):
+    checkpoints, updater = Checkpoints(tmp_path, 1), make_updater()
+    checkpoints.save(state_at(4), domain_of(updater), server_part)
+    before = (tmp_path / "checkpoints" / "step_4").stat().st_ino
+    monkeypatch.setattr("learner.checkpoint._RENAME_EXCHANGE", 1 << 30)  # EINVAL, as on NFS
+    assert checkpoints.save(state_at(4), domain_of(updater), server_part).stat().st_ino == before
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_4"]
 
 

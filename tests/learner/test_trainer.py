@@ -351,6 +351,42 @@ def test_a_checkpoint_that_fails_on_the_way_is_a_warning_and_at_the_end_an_error
     leader.close()
     assert trainer.state.step == 4
     assert "warning: the server could not write" in capsys.readouterr().err
+    kind, fields = server.sent[0]
+    assert (kind, "disk full" in fields["reason"]) == ("trouble", True)
+
+
+def test_the_last_checkpoint_is_tried_again_while_the_disk_is_full(tmp_path, model, run_id, monkeypatch, capsys):
+    monkeypatch.setattr("learner.leader._TRY_AGAIN_S", 0.01)
+    server, waits = ScriptedServer(lambda step: honest_groups(model, step)), []
+
+    def wait(timeout_s):
+        waits.append(timeout_s)
+        server.snapshot_ok = len(waits) > 1
+        return [({"type": "stop", "reason": "the end", "error": False}, [])] if leader._trouble == "" else []
+
+    server.snapshot_ok, server.receive = False, wait
+    trainer, leader = start(tmp_path, server, model, run_id, steps=1)
+    assert train(trainer, leader)
+    leader.close()
+    assert RunFolder(tmp_path).latest_checkpoint() == tmp_path / "checkpoints" / "step_1"
+    assert [kind for kind, _ in server.sent] == ["trouble", "trouble", "done"]
+    assert server.sent[1] == ("trouble", {"reason": ""})
+    assert capsys.readouterr().err.count("disk full; trying for 120 s: the run ends with it") == 1
+
+
+def test_a_last_checkpoint_that_stays_impossible_ends_the_run_and_names_the_newest(
+    tmp_path, model, run_id, monkeypatch
+):
+    monkeypatch.setattr("learner.leader.LAST_TRIES_S", 0.0)
+    server = ScriptedServer(lambda step: honest_groups(model, step))
+    snapshot = server.snapshot
+    server.snapshot = lambda path: (setattr(server, "snapshot_ok", "step_3" in path), snapshot(path))[1]
+    trainer, leader = start(tmp_path, server, model, run_id, checkpoint={"every": 3})
+    with pytest.raises(
+        AsyncRLError, match=r"last checkpoint could not be written for 0 s; the newest one is .*step_3, "
+    ):
+        train(trainer, leader)
+    leader.close()
 
 
 def test_epochs_and_mini_batches_make_several_updates_and_count_tokens_once(tmp_path, model, run_id):

@@ -83,6 +83,11 @@ def test_the_gradient_is_that_of_a_loop_over_single_tokens(
     assert float(totals["loss_policy"]) == pytest.approx(loss, abs=1e-6)
 
 
+def test_a_bound_that_is_as_good_as_none_costs_no_memory(make_updater):
+    huge = make_updater(steps=10**9, buffer={"max_staleness": 10**9})
+    assert len(huge.flat.grad_and_tail) - len(huge.flat.data) < 5000
+
+
 def test_the_kl_term_pulls_towards_the_reference(make_model, make_groups, make_mini_batch, make_updater):
     groups, other = make_groups(3), make_model(seed=1)
     loss, expected = brute_force_gradient(make_model(), groups, kl=(0.3, other))

@@ -24,11 +24,14 @@ def untrained(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def small(untrained):
+PPO = {"algorithm.name": "ppo", "algorithm.kl_coef": 0.05, "buffer.max_staleness": 0}
+"""Without staleness a run is a function of its seed, whoever scores."""
+
+
+def small_settings(model: Path) -> dict:
     """Settings of a run that takes seconds."""
     return {
-        "model.path": str(untrained),
+        "model.path": str(model),
         "steps": 4,
         "seed": 3,
         "buffer.groups_per_step": 8,
@@ -44,7 +47,22 @@ def small(untrained):
         "learner.warmup_steps": 0,
         "actors.slots": 32,
         "log.wandb": False,
+        "log.tensorboard": False,
     }
+
+
+@pytest.fixture
+def small(untrained):
+    return small_settings(untrained)
+
+
+@pytest.fixture(scope="session")
+def inline_ppo(untrained, tmp_path_factory) -> Path:
+    """The run folder of a PPO run whose actor scores and whose learner has the reference, made once."""
+    out = tmp_path_factory.mktemp("inline") / "run"
+    done = run("run", "arithmetic", *overrides(small_settings(untrained) | PPO), "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
 
 
 def command(*arguments: str) -> list[str]:

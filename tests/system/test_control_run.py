@@ -30,6 +30,7 @@ SMALL = {
     "policy.normalize": True,
     "checkpoint.every": 0,
     "log.wandb": False,
+    "log.tensorboard": False,
     "eval.episodes": 8,
 }
 
@@ -110,11 +111,17 @@ def test_a_killed_actor_is_replaced_and_a_stopped_run_continues_where_it_was(tmp
 def test_two_runs_of_one_seed_without_staleness_end_with_the_same_bits(tmp_path):
     settings = {**SMALL, "steps": 4, "eval.every": 0, "eval.episodes": 1, "buffer.max_staleness": 0}
     files = ("policy", "critic", "optimizer")
-    ends = []
-    for name in ("first", "second"):
-        out = tmp_path / name
-        done = run("run", "cartpole", *overrides(settings), "--out", str(out))
-        assert done.returncode == 0, done.stdout + done.stderr
-        ends.append([(out / "checkpoints" / "step_4" / f"{file}.safetensors").read_bytes() for file in files])
+    runs = {
+        out: start("run", "cartpole", *overrides(settings), "--out", str(out), log=out.with_suffix(".log"))
+        for out in (tmp_path / "first", tmp_path / "second")
+    }
+    try:
+        for out, launcher in runs.items():
+            assert launcher.wait(120) == 0, out.with_suffix(".log").read_text()
+    finally:
+        for launcher in runs.values():
+            launcher.kill()
+            launcher.wait(10)
+    ends = [[(out / f"checkpoints/step_4/{file}.safetensors").read_bytes() for file in files] for out in runs]
     assert ends[0] == ends[1]
-    assert normalised(out, 4) > 400
+    assert normalised(tmp_path / "first", 4) > 400

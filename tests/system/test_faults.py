@@ -65,10 +65,10 @@ def test_hosts_started_by_hand_lose_one_actor_and_gain_another(tmp_path, small):
 
 def test_a_server_and_a_learner_that_are_killed_twice_come_back_and_each_task_is_trained_once(tmp_path, small):
     out = tmp_path / "run"
-    small |= {"steps": 40, "checkpoint.every": 5, "buffer.heartbeat_s": 1.0, "eval.every": 0}
+    small |= {"steps": 24, "checkpoint.every": 4, "buffer.heartbeat_s": 1.0, "eval.every": 0}
     launcher = start("run", "arithmetic", *overrides(small), "--out", str(out), log=tmp_path / "run.log")
     try:
-        for steps, role in ((7, "learner.main"), (14, "buffer.server"), (21, "learner.main"), (28, "buffer.server")):
+        for steps, role in ((5, "learner.main"), (9, "buffer.server"), (13, "learner.main"), (17, "buffer.server")):
             wait_until(lambda steps=steps: books_of(out)["step"] >= steps, f"{steps} steps")
             (process,) = child_pids(role, out)
             os.kill(process, signal.SIGKILL)
@@ -76,30 +76,30 @@ def test_a_server_and_a_learner_that_are_killed_twice_come_back_and_each_task_is
     finally:
         launcher.kill()
         launcher.wait(10)
-    assert assert_sound(out, bound=2, steps=40)["restarts"] == {"server": 2, "learner": 2}
-    assert ordinals_of(out) == list(range(40 * 8))  # nothing skipped, nothing repeated
+    assert assert_sound(out, bound=2, steps=24)["restarts"] == {"server": 2, "learner": 2}
+    assert ordinals_of(out) == list(range(24 * 8))  # nothing skipped, nothing repeated
     assert (tmp_path / "run.log").read_text().count("was ended by SIGKILL (out of memory?) and starts again") == 4
 
 
 def test_after_sigkill_of_the_launcher_the_run_resumes_and_trains_each_task_once(tmp_path, small):
     out = tmp_path / "run"
-    small |= {"steps": 24, "checkpoint.every": 5, "eval.every": 0}
+    small |= {"steps": 12, "checkpoint.every": 4, "eval.every": 0}
     launcher = start("run", "arithmetic", *overrides(small), "--out", str(out), log=tmp_path / "run.log")
     try:
-        wait_until(lambda: books_of(out)["step"] >= 12, "twelve steps")
+        wait_until(lambda: books_of(out)["step"] >= 6, "six steps")
     finally:
         launcher.kill()
         launcher.wait(10)
     wait_until(lambda: not processes_of(out), "the end of all its processes", 10)
     done = run("run", "--resume", str(out), timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert_sound(out, bound=2, steps=24)
-    assert ordinals_of(out) == list(range(24 * 8))
+    assert_sound(out, bound=2, steps=12)
+    assert ordinals_of(out) == list(range(12 * 8))
 
 
 def test_an_actor_that_is_told_to_end_is_started_again(tmp_path, small):
     out = tmp_path / "run"
-    small |= {"steps": 30, "checkpoint.every": 0, "eval.every": 0}
+    small |= {"steps": 12, "checkpoint.every": 0, "eval.every": 0}
     launcher = start("run", "arithmetic", *overrides(small), "--out", str(out), log=tmp_path / "run.log")
     try:
         wait_until(lambda: steps_of(out) >= 3, "three steps")
@@ -109,7 +109,7 @@ def test_an_actor_that_is_told_to_end_is_started_again(tmp_path, small):
     finally:
         launcher.kill()
         launcher.wait(10)
-    assert assert_sound(out, bound=2, steps=30)["restarts"] == {"actor0": 1}
+    assert assert_sound(out, bound=2, steps=12)["restarts"] == {"actor0": 1}
 
 
 def hostile(group: Group, fault: str) -> Group:
@@ -218,6 +218,7 @@ def test_a_taken_port_is_a_sentence(tmp_path, small):
 def test_a_broken_verifier_ends_the_run_with_its_reason(tmp_path, small, verifier, says):
     out = tmp_path / "run"
     small |= {
+        "actors.engine": "mock",
         "task.verifier": f"user_verifiers:{verifier}",
         "task.timeout_s": 0.3,
         "task.verifiers": 2,
@@ -236,18 +237,10 @@ def test_a_broken_verifier_ends_the_run_with_its_reason(tmp_path, small, verifie
     assert not processes_of(out)
 
 
-def test_own_model_and_data_are_trained_with_an_own_verifier(tmp_path, small):
-    out, data = tmp_path / "run", tmp_path / "problems.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"{n}=", "answer": str(n)}) + "\n" for n in range(200)))
-    done = run("run", "arithmetic", *overrides(small | {"task.data": str(data)}), "--out", str(out))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert_sound(out, bound=2, steps=4)
-
-
-def test_problems_that_do_not_fit_the_model_are_left_out_on_both_sides(tmp_path, small):
+def test_own_data_is_trained_and_problems_that_do_not_fit_the_model_are_left_out_on_both_sides(tmp_path, small):
     out, data = tmp_path / "run", tmp_path / "problems.jsonl"
     prompts = [f"{n}=" if n % 3 else "9" * 600 + f"{n}" for n in range(100)]
-    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    data.write_text("".join(json.dumps({"prompt": p, "answer": str(n)}) + "\n" for n, p in enumerate(prompts)))
     done = run("run", "arithmetic", *overrides(small | {"task.data": str(data)}), "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     evaluation = assert_sound(out, bound=2, steps=4)["eval"]

@@ -1,6 +1,7 @@
 """A learner that dies in the middle, for real: the run that it goes on with is the one that it would have been."""
 
 import os
+import shutil
 import signal
 
 import pytest
@@ -27,7 +28,7 @@ SAME = ("reward/mean", "grad_norm", "lr", "kl_coef", "tokens/step", "tokens/trai
 
 def settings(small, **more):
     """Nothing may be stale, so that the run is determined; rate and β move."""
-    small |= {"steps": STEPS, "checkpoint.every": 4, "eval.every": 0, "buffer.max_staleness": 0}
+    small |= {"steps": STEPS, "checkpoint.every": 4, "checkpoint.keep": 3, "eval.every": 0, "buffer.max_staleness": 0}
     small |= {"learner.lr_schedule": "kl_adaptive", "learner.warmup_steps": 3}
     small |= {"algorithm.kl_coef": 0.1, "algorithm.kl_controller": "adaptive", "algorithm.minibatches": 2}
     return overrides(small | more)
@@ -96,9 +97,10 @@ def test_a_run_that_is_resumed_with_more_ranks_and_actors_is_the_run_that_it_wou
     tmp_path, small, undisturbed
 ):
     expected, out = reference(undisturbed, small), tmp_path / "run"
-    done = run("run", "arithmetic", *settings(dict(small), steps=6), "--out", str(out))
-    assert done.returncode == 0, done.stdout + done.stderr
-    more = {"steps": STEPS, "learner.ranks": 2, "actors.count": 2}
+    shutil.copytree(expected, out)
+    for step in (8, STEPS):  # as if it had been killed with its launcher after step 4
+        shutil.rmtree(out / f"checkpoints/step_{step}")
+    more = {"learner.ranks": 2, "actors.count": 2}
     done = run("run", "--resume", str(out), *overrides(more))
     assert done.returncode == 0, done.stdout + done.stderr
     assert_sound(out, bound=0, steps=STEPS)

@@ -85,7 +85,7 @@ def test_after_a_launcher_that_was_killed_nothing_of_its_run_is_left(tmp_path, e
     assert "processes ended" in wait_until(lambda: (out / "logs" / "janitor.log").read_text(), "the janitor's line")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 129), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 129), (signal.SIGTERM, 143)])
 def test_a_terminal_that_is_lost_stops_the_run_in_order(tmp_path, endless, number, code):
     out = tmp_path / "run"
     reader, writer = os.openpty()

@@ -31,10 +31,12 @@ def test_smollm2_trains_for_two_steps(tmp_path):
     out = tmp_path / "run"
     settings = {
         "steps": 2,
-        "buffer.groups_per_step": 2,
+        "buffer.groups_per_step": 1,
         "sampling.group_size": 4,
-        "eval.problems": 4,
+        "actors.slots": 8,  # vLLM keeps KV for all of them at full length, and clears it
+        "eval.problems": 2,
         "log.wandb": False,
+        "log.tensorboard": False,
     }
     done = run("run", "smollm2", *overrides(settings), "--out", str(out), timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
