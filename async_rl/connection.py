@@ -37,6 +37,8 @@ from async_rl.wire import (
     encode_annotations,
     encode_groups,
     pack_header,
+    receive_frames,
+    send_frames,
     unpack_header,
 )
 
@@ -47,8 +49,6 @@ _IDLE_S = 1.0
 _DISMISSED = ("hello", "replaced", "ahead", "over")
 _HELLO_AGAIN_S = 5.0
 """A first hello without an answer is said again: a server that died may have taken it with it."""
-_COPY_BELOW = 65_536
-"""Frames smaller than this are copied out of the socket's buffers; larger ones are used in place."""
 _STICKY = ("credit", "live", "asleep", "next", "trained", "snapshot", "eval", "done", "stop")
 """Messages whose newest one is sent again after a break; ``live`` ends ``asleep``. ``stop`` is the user's wish."""
 _ANSWERS = {"shard": ("next",), "trained": ("trained",), "snapshot": ("snapshot",), "stop": ("next", "done")}
@@ -200,11 +200,10 @@ class Connection:
     def _receive(self) -> None:
         while True:
             try:
-                head, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                head, *frames = receive_frames(self._socket)
             except zmq.Again:
                 return
-            header = unpack_header(head.bytes)
-            frames: list[Frame] = [p.bytes if len(p) < _COPY_BELOW else p.buffer for p in parts]
+            header = unpack_header(head)
             self._unanswered = 0
             if self._missed:
                 self._missed = False
@@ -325,7 +324,7 @@ class Connection:
                 unacked.due = time.monotonic() + self._period_s
         if payload:
             encode: Callable[..., list[Frame]] = encode_annotations if kind == "annotate" else encode_groups
-            self._socket.send_multipart(encode(kind, payload, seq=self._seq, **fields), copy=False)
+            send_frames(self._socket, encode(kind, payload, seq=self._seq, **fields))
         else:
             header = {**fields, "type": kind, "schema": SCHEMA_VERSION, "seq": self._seq}
             self._socket.send(pack_header(header))

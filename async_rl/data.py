@@ -95,6 +95,8 @@ class Group:
     """Small plain facts (actor id, seconds spent, verifier outcome); never needed for the maths."""
     laid_out: Any = field(default=None, init=False, repr=False, compare=False)
     """How it came off the wire, see :mod:`async_rl.wire`; a changed copy (``dataclasses.replace``) has none."""
+    _oldest: int = field(default=-1, init=False, repr=False, compare=False)
+    _sampled: int = field(default=-1, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -110,8 +112,14 @@ class Group:
 
     @property
     def num_sampled(self) -> int:
-        """Number of tokens that the policy sampled (the loss mask's sum)."""
-        return int(self.arrays["loss_mask"].sum())
+        """Tokens that the policy sampled, or steps of environments in which it acted, in any group off the wire."""
+        if self._sampled < 0:
+            versions = self.arrays["versions"]
+            # in an episode each part of an action has a version
+            is_episodes = versions.ndim == 2 and "step_rewards" not in self.arrays
+            num_sampled = sum(self.lengths) if is_episodes else int(np.count_nonzero(versions >= 0))
+            object.__setattr__(self, "_sampled", num_sampled)
+        return self._sampled
 
     @property
     def oldest_version(self) -> int:
@@ -120,7 +128,9 @@ class Group:
         Raises:
             ValueError: if nothing was sampled, because such a group has no age.
         """
-        return oldest_version(self.arrays["versions"])
+        if self._oldest < 0:  # asked for at each of its stations, from arrays that do not change
+            object.__setattr__(self, "_oldest", oldest_version(self.arrays["versions"]))
+        return self._oldest
 
     @property
     def nbytes(self) -> int:
@@ -147,6 +157,19 @@ def is_correct(rewards: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     return correct
 
 
+_SHORT = 2048
+
+
+def smallest(values: Array) -> Any:
+    """Of ``[n]`` at least one; NaN if one is. A short array is searched for its place, in half the time."""
+    return values[values.argmin()].item() if len(values) < _SHORT else values.min().item()
+
+
+def largest(values: Array) -> Any:
+    """Of ``[n]`` at least one; NaN if one is."""
+    return values[values.argmax()].item() if len(values) < _SHORT else values.max().item()
+
+
 _UNSIGNED = {size: np.dtype(f"uint{8 * size}") for size in (1, 2, 4, 8)}
 
 
@@ -157,8 +180,9 @@ def oldest_version(versions: Array) -> int:
         ValueError: if no token was sampled.
     """
     # read without a sign, -1 is the largest number there is, and need not be left out
-    oldest = int(versions.view(_UNSIGNED[versions.itemsize]).min(initial=-1 % (1 << 8 * versions.itemsize)))
-    if oldest >> 8 * versions.itemsize - 1:
+    unsigned = versions.ravel().view(_UNSIGNED[versions.itemsize])
+    oldest = smallest(unsigned) if unsigned.size else -1
+    if oldest < 0 or oldest >> 8 * versions.itemsize - 1:
         raise ValueError("no sampled token, so no age")
     return oldest
 
@@ -168,7 +192,7 @@ def age(item: Trajectory | Group, version: int) -> int:
 
     ``version`` is the number of updates made before the item is used; step ``s`` trains at version ``s``.
     """
-    return version - oldest_version(item.arrays["versions"])
+    return version - (item.oldest_version if isinstance(item, Group) else oldest_version(item.arrays["versions"]))
 
 
 def make_group(

@@ -72,10 +72,10 @@ def _project(
 class _TokenLogprobs(torch.autograd.Function):
     """The same with its gradient written out: autograd passes over the logits about three times as often.
 
-        log p_t = z_t - log Σ_v exp(z_v)      z = (h Wᵀ + b) / T
-        ∂/∂z_v = [v = t] - p_v                so, with g_n = (gradient of log p_n) / T:
+    log p_t = z_t - log Σ_v exp(z_v)      z = (h Wᵀ + b) / T
+    ∂/∂z_v = [v = t] - p_v                so, with g_n = (gradient of log p_n) / T:
 
-        ∂h = g · (W[t] - p W)      ∂W = scatter_t(g · h) - pᵀ (g · h)      ∂b = scatter_t(g) - pᵀ g
+    ∂h = g · (W[t] - p W)      ∂W = scatter_t(g · h) - pᵀ (g · h)      ∂b = scatter_t(g) - pᵀ g
     """
 
     @staticmethod

@@ -1,6 +1,27 @@
-"""Bytes and seconds as people read them. Pure."""
+"""Bytes and seconds as people read and write them. Pure."""
 
 from __future__ import annotations
+
+import re
+
+from async_rl.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1} | {
+    prefix + unit: base**power for power, prefix in enumerate("kMG", 1) for unit, base in (("B", 1000), ("iB", 1024))
+}
+
+
+def parse_bytes(text: str) -> int:
+    """``1KiB``, ``500 MB`` or ``4096`` as a number of bytes, at least one.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    match = re.fullmatch(r"(\d{1,15})\s*([kKMG]?i?B?)", text.strip())
+    unit = match[2].replace("K", "k") if match else ""
+    if match is None or unit not in _UNITS or int(match[1]) < 1:
+        raise ConfigError(f"{text!r} is no size: write it like 4096, 1KiB, 1MiB or 500MB")
+    return int(match[1]) * _UNITS[unit]
 
 
 def format_bytes(count: float) -> str:

@@ -17,16 +17,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import msgpack
 import numpy as np
+import zmq
 
 from async_rl.data import REQUIRED_TOKEN_FIELDS, TOKEN_FIELDS, UNALIGNED, Annotation, Group
 from async_rl.errors import WireError
 
 SCHEMA_VERSION = 2
 Frame = bytes | memoryview
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+"""As plain numbers, which the socket takes at once."""
+_COPY_BELOW = 65_536
+"""Frames smaller than this are copied out of and into a socket's buffers; larger ones are used in place."""
 Header = dict[str, Any]
 
 JOINT_BELOW = 16_384
@@ -64,6 +70,31 @@ class Limits:
 
 
 LIMITS = Limits()
+
+
+def receive_frames(socket: zmq.Socket[bytes]) -> list[Frame]:
+    """The frames of the rest of a message that waits in the socket.
+
+    Raises:
+        zmq.Again: none waits.
+    """
+    frames: list[Frame] = []
+    while True:
+        part = socket.recv(_NOBLOCK, copy=False)
+        frames.append(part.bytes if len(part) < _COPY_BELOW else part.buffer)
+        if not part.more:
+            return frames
+
+
+def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
+    """Send a message at once; small frames are copied, which is faster, large ones are used in place.
+
+    Raises:
+        zmq.ZMQError: from the first frame: the socket takes no message now, or has no such peer.
+    """
+    for frame in frames[:-1]:
+        socket.send(frame, _MORE, copy=len(frame) < _COPY_BELOW)
+    socket.send(frames[-1], _NOBLOCK, copy=len(frames[-1]) < _COPY_BELOW)
 
 
 def pack_header(header: Mapping[str, Any]) -> bytes:
@@ -128,7 +159,8 @@ def encode_groups(message_type: str, groups: Sequence[Group], *, with_meta: bool
         with_meta: False: without their ``meta``, which is for people.
         fields: of the header.
     """
-    described, frames = [], []
+    described: list[dict[str, Any]] = []
+    frames: list[Frame] = []
     for group in groups:
         specs, own = group.laid_out or _lay_out(group)
         frames += own
@@ -267,24 +299,29 @@ def _decode_arrays(
 ) -> tuple[dict[str, np.ndarray[Any, Any]], list[Frame]]:
     """The arrays that ``specs`` describe, and the frames that they are views of, which begin at ``cursor``."""
     described = [_described_array(spec, limits) for spec in specs]
-    shared = [nbytes + -nbytes % _ALIGNED for _, _, _, nbytes in described if nbytes < JOINT_BELOW]
-    num_own = len(described) - len(shared) + bool(shared)
-    own = list(frames[cursor : cursor + num_own])
-    if len(own) < num_own:
+    if len(set(map(itemgetter(0), described))) < len(described):
+        raise WireError("bad_header", "two arrays of one name")
+    shared = num_large = 0
+    for *_, nbytes, filled in described:
+        if nbytes < JOINT_BELOW:
+            shared += filled
+        else:
+            num_large += 1
+    at = int(num_large < len(described))
+    own = list(frames[cursor : cursor + at + num_large])
+    if len(own) < at + num_large:
         raise WireError("frame_count", "fewer frames than arrays")
     for frame in own:
         if len(frame) > limits.frame_bytes:
             raise WireError("frame_too_large", f"{len(frame)} bytes")
-    if shared and sum(shared) != len(own[0]):
-        raise WireError("bad_shape", f"small arrays of {sum(shared)} bytes are not {len(own[0])} bytes")
+    if at and shared != len(own[0]):
+        raise WireError("bad_shape", f"small arrays of {shared} bytes are not {len(own[0])} bytes")
     arrays: dict[str, np.ndarray[Any, Any]] = {}
-    offset, at = 0, bool(shared)
-    for name, dtype, shape, nbytes in described:
-        if name in arrays:
-            raise WireError("bad_header", f"{name} comes twice")
+    offset = 0
+    for name, dtype, shape, nbytes, filled in described:
         if nbytes < JOINT_BELOW:
             array = np.frombuffer(own[0], dtype, nbytes // dtype.itemsize, offset) if nbytes else np.empty(0, dtype)
-            offset += nbytes + -nbytes % _ALIGNED
+            offset += filled
         elif nbytes != len(own[at]):
             raise WireError("bad_shape", f"{name}: {shape} {dtype} is not {len(own[at])} bytes")
         else:
@@ -304,14 +341,11 @@ def _check_aligned(arrays: Mapping[str, np.ndarray[Any, Any]], total: int) -> No
         if name not in arrays:
             raise WireError("missing_array", name)
     for name, array in arrays.items():
-        shape = array.shape
-        if shape != (total,):
-            if not shape or (shape[0] != total and not name.startswith(UNALIGNED)):
-                raise WireError("bad_shape", f"{name} {shape}, lengths sum to {total}")
-            if has_tokens and name in TOKEN_FIELDS and len(shape) != 1:
-                raise WireError("bad_dtype", f"{name} must be {TOKEN_FIELDS[name]} [T], got {array.dtype} {shape}")
-        if has_tokens and name in TOKEN_FIELDS and array.dtype != _TOKEN_DTYPES[name]:
-            raise WireError("bad_dtype", f"{name} must be {TOKEN_FIELDS[name]} [T], got {array.dtype} {shape}")
+        shape, wanted = array.shape, _TOKEN_DTYPES.get(name) if has_tokens else None
+        if shape != (total,) and (not shape or (shape[0] != total and not name.startswith(UNALIGNED))):
+            raise WireError("bad_shape", f"{name} {shape}, lengths sum to {total}")
+        if wanted is not None and (array.dtype is not wanted or len(shape) != 1):
+            raise WireError("bad_dtype", f"{name} must be {wanted} [T], got {array.dtype} {shape}")
 
 
 def _natural(entry: Mapping[str, Any], key: str) -> int:
@@ -323,7 +357,7 @@ def _natural(entry: Mapping[str, Any], key: str) -> int:
 
 def _decode_array(spec: Any, frame: Frame, limits: Limits) -> tuple[str, np.ndarray[Any, Any]]:
     """The array that is alone in a frame."""
-    name, dtype, shape, nbytes = _described_array(spec, limits)
+    name, dtype, shape, nbytes, _ = _described_array(spec, limits)
     if len(frame) > limits.frame_bytes:
         raise WireError("frame_too_large", f"{name}: {len(frame)} bytes")
     if nbytes != len(frame):
@@ -333,21 +367,23 @@ def _decode_array(spec: Any, frame: Frame, limits: Limits) -> tuple[str, np.ndar
     return name, array
 
 
-def _described_array(spec: Any, limits: Limits) -> tuple[str, np.dtype[Any], list[int], int]:
-    """Name, type, shape and bytes of an array that has a possible description."""
-    if not (isinstance(spec, list) and len(spec) == 3 and isinstance(spec[0], str) and isinstance(spec[2], list)):
+def _described_array(spec: Any, limits: Limits) -> tuple[str, np.dtype[Any], list[int], int, int]:
+    """Name, type, shape, bytes, and bytes when filled up, of an array that has a possible description."""
+    if type(spec) is not list or len(spec) != 3 or type(spec[0]) is not str or type(spec[2]) is not list:
         raise WireError("bad_header", "an array is [name, dtype, shape]")
     name, kind, shape = spec
     if len(name) > limits.name:
         raise WireError("bad_header", f"an array's name of {len(name)} characters")
-    dtype = _DTYPES.get(kind) if isinstance(kind, str) else None
+    dtype = _DTYPES.get(kind) if type(kind) is str else None
     if dtype is None:
         raise WireError("bad_dtype", f"{name}: {kind!r:.60}")
     if len(shape) == 1 and type(shape[0]) is int and 0 <= shape[0] <= limits.frame_bytes:
-        return name, dtype, shape, shape[0] * dtype.itemsize
+        nbytes = shape[0] * dtype.itemsize
+        return name, dtype, shape, nbytes, nbytes + -nbytes % _ALIGNED
     if len(shape) > 8 or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
         raise WireError("bad_shape", f"{name}: {shape!r:.200}")
     # numpy multiplies the other axes of an empty array, too
     if math.prod(max(n, 1) for n in shape) > limits.frame_bytes:
         raise WireError("bad_shape", f"{name}: {shape!r}")
-    return name, dtype, shape, math.prod(shape) * dtype.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize
+    return name, dtype, shape, nbytes, nbytes + -nbytes % _ALIGNED

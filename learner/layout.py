@@ -129,9 +129,7 @@ def lay_rows(tokens_T: Ints, starts_S: Ints, lengths_S: Ints) -> Layout:
     return Layout(lengths_R=lengths_S[kept] - 1, row_S=position[owner], column_T=column_T, trees=False)
 
 
-def lay_trees(
-    tokens_T: Ints, starts_S: Ints, lengths_S: Ints, group_S: Ints, longest: int = MAX_TREE
-) -> Layout | None:
+def lay_trees(tokens_T: Ints, starts_S: Ints, lengths_S: Ints, group_S: Ints, longest: int = MAX_TREE) -> Layout | None:
     """Groups in the order of their tokens, in rows of about equal size; the groups of a row have one tree in common.
 
     Args:
@@ -204,7 +202,7 @@ def _distinct(owner_I: Ints, node_I: Ints) -> tuple[Ints, Ints, Ints]:
     """Distinct pairs of owner and node, in this order.
 
     Returns:
-        Which pair each of the given ones is ``[I]``; the owner of each pair ``[N]``; the first pair of its owner ``[N]``.
+        Which pair each of the given ones is ``[I]``; of each pair its owner ``[N]`` and the first pair of that ``[N]``.
     """
     base = int(node_I.max(initial=0)) + 1
     pairs_N, pair_I = np.unique(owner_I * base + node_I, return_inverse=True)
@@ -213,8 +211,11 @@ def _distinct(owner_I: Ints, node_I: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _neighbours(tokens_T: Ints, starts_S: Ints, lengths_S: Ints, group_S: Ints) -> tuple[Ints, Ints]:
-    """Groups ``[G]`` in the order of their first sequences' tokens, and how many inputs each has in common with the one
-    before it, at least."""
+    """Groups in the order of their first sequences' tokens.
+
+    Returns:
+        The groups ``[G]`` in that order; how many inputs each has in common with the one before it, at least ``[G]``.
+    """
     _, first_G = np.unique(group_S, return_index=True)
     inputs = [tokens_T[starts_S[s] : starts_S[s] + lengths_S[s] - 1] for s in first_G]
     order = sorted(range(len(inputs)), key=lambda group: inputs[group].astype(">i4").tobytes())

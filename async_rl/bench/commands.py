@@ -5,6 +5,9 @@ transport, buffer, weights, utilization ─► async_rl/bench/     learner ─�
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +24,7 @@ app = typer.Typer(
 Out = Annotated[Path | None, typer.Option(metavar="FILE.json", help="write all values there")]
 Repeats = Annotated[int, typer.Option(min=1, help="repetitions of each figure and its baseline")]
 DEFAULT_REPEATS = REPEATS
+_LONGEST_S = 12 * 3_600.0
 
 
 @app.command()
@@ -51,3 +55,55 @@ def utilization(
         actors=actors,
         step_s=step_s,
     )
+
+
+@app.command()
+def learner(
+    out: Out = None,
+    case: Annotated[str, typer.Option(metavar="arithmetic|smollm2", help="batch to train; empty: both")] = "",
+    model: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Hugging Face folder instead of the case's own model")
+    ] = None,
+    sequences: Annotated[int, typer.Option(min=0, help="of the batch; 0: 512 sums, 8 of smollm2's")] = 0,
+    repeats: Repeats = DEFAULT_REPEATS,
+) -> None:
+    """Forward and backward of the token learner beside a padded one of the same batch: speed and peak memory."""
+    options = {"case": case, "model": model, "sequences": sequences, "repeats": repeats, "out": out}
+    _run_module("learner.bench.learner", options)
+
+
+def _run_module(module: str, options: Mapping[str, object]) -> None:
+    """Run ``python -m module`` with those options that are given; its exit code becomes ours."""
+    given = [word for name, value in options.items() if value for word in (f"--{name}", str(value))]
+    done = subprocess.run([sys.executable, "-m", module, *given], check=False, timeout=_LONGEST_S)
+    if done.returncode:
+        raise typer.Exit(done.returncode)
+
+
+@app.command()
+def buffer(
+    nbytes: Annotated[str, typer.Option("--bytes", metavar="SIZE", help="of a trajectory, such as 1KiB")] = "1KiB",
+    actors: Annotated[int, typer.Option(min=1, max=1000, help="connections of mock actors")] = 8,
+    seconds: Annotated[float, typer.Option(min=0.1, help="of each measurement")] = 3.0,
+    repeats: Repeats = DEFAULT_REPEATS,
+    out: Out = None,
+) -> None:
+    """Trajectories per second that the buffer server takes from mock actors, and the time to its acknowledgement."""
+    from async_rl.bench.buffer import buffer as run
+    from async_rl.units import parse_bytes
+
+    run(nbytes=parse_bytes(nbytes), actors=actors, seconds=seconds, repeats=repeats, out=out)
+
+
+@app.command()
+def transport(
+    nbytes: Annotated[str, typer.Option("--bytes", metavar="SIZE", help="of a trajectory, such as 1MiB")] = "1MiB",
+    count: Annotated[int, typer.Option(min=1, help="trajectories of each measurement")] = 128,
+    repeats: Repeats = DEFAULT_REPEATS,
+    out: Out = None,
+) -> None:
+    """GB/s from an actor to the buffer server and on to the learner, beside raw pyzmq with the same frames."""
+    from async_rl.bench.transport import transport as run
+    from async_rl.units import parse_bytes
+
+    run(nbytes=parse_bytes(nbytes), count=count, repeats=repeats, out=out)

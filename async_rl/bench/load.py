@@ -8,6 +8,7 @@ The sockets are bare DEALERs: what a :class:`~async_rl.client.Client` does besid
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -23,7 +24,7 @@ from async_rl.bench.served import VOCABULARY, ServerProcess
 from async_rl.data import Group, make_group, token_trajectory
 from async_rl.errors import DeadlineError, HandshakeError
 from async_rl.protocol import BEATS_PER_PERIOD, PROTOCOL_VERSION
-from async_rl.wire import SCHEMA_VERSION, Frame, encode_groups, pack_header, unpack_header
+from async_rl.wire import SCHEMA_VERSION, Frame, encode_groups, pack_header, send_frames, unpack_header
 
 BYTES_PER_TOKEN = 13
 """tokens int32, loss_mask uint8, logprobs float32, versions int32."""
@@ -174,7 +175,7 @@ class MockActor(Line):
             return False
         ticket = self.stock.popleft()
         self.sent[ticket[0], ticket[1]] = due
-        self.socket.send_multipart(self._template.message(ticket, self.name, self.next_seq()))
+        send_frames(self.socket, self._template.message(ticket, self.name, self.next_seq()))
         return True
 
 
@@ -227,8 +228,8 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._context.destroy(0)
 
-    def closed_loop(self, seconds: float) -> float:
-        """Each ticket is answered as soon as it comes; returns groups acknowledged per second."""
+    def closed_loop(self, seconds: float) -> tuple[float, int]:
+        """Each ticket is answered as soon as it comes; returns groups acknowledged per second, and in all."""
         count = 0
         last = began = time.monotonic()
 
@@ -247,7 +248,7 @@ class Load:
                 while actor.submit(now):
                     pass
                 actor.offer()
-        return count / (last - began)
+        return count / (last - began), count
 
     def open_loop(self, rate: float, seconds: float, seed: int) -> list[float]:
         """Answers fall due at random moments (Poisson), whatever the server does; returns seconds until each ack.
@@ -293,4 +294,67 @@ class Load:
             raise DeadlineError(f"the server has acknowledged nothing for {SILENCE_S:g} s")
         for line in self._lines:
             line.beat(now)
-        self._poller.poll(most_ms)
+        self._poller.poll(math.ceil(most_ms))
+
+
+class BareLoad:
+    """The same messages, as many in flight, to a ROUTER that only acknowledges them. Use as a context manager.
+
+    Args:
+        address: of the ROUTER.
+        num_actors: connections.
+        size: trajectories of a group.
+        nbytes: of a trajectory.
+        stock: unacknowledged messages of a connection.
+    """
+
+    def __init__(self, address: str, *, num_actors: int, size: int, nbytes: int, stock: int) -> None:
+        self._context = zmq.Context()
+        self._template = Template(size, nbytes)
+        self._stock = stock
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._poller = zmq.Poller()
+        for _ in range(num_actors):
+            socket = self._context.socket(zmq.DEALER)
+            socket.connect(address)
+            self._poller.register(socket, zmq.POLLIN)
+            self._sockets.append(socket)
+
+    def __enter__(self) -> BareLoad:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(0)
+
+    def closed_loop(self, seconds: float) -> tuple[float, int]:
+        """Each acknowledgement is answered by a message; returns messages per second, and in all."""
+        began, count = time.monotonic(), 0
+        for socket in self._sockets:
+            for i in range(self._stock):
+                send_frames(socket, self._message(i))
+        left = self._stock * len(self._sockets)
+        while left:
+            ready = self._poller.poll(int(SILENCE_S * 1000))
+            if not ready:
+                raise DeadlineError(f"the bare socket has acknowledged nothing for {SILENCE_S:g} s")
+            goes_on = time.monotonic() < began + seconds
+            for socket, _ in ready:
+                num_heard = _count_waiting(socket)
+                count += num_heard
+                for i in range(num_heard if goes_on else 0):
+                    send_frames(socket, self._message(count + i))
+                left -= 0 if goes_on else num_heard
+        return count / (time.monotonic() - began), count
+
+    def _message(self, ordinal: int) -> list[Frame]:
+        return self._template.message([ordinal, 0, 0, 0, 0], "a", ordinal)
+
+
+def _count_waiting(socket: zmq.Socket[bytes]) -> int:
+    """Take all messages that wait in a socket; how many they were."""
+    for count in range(1 << 31):
+        try:
+            socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return count
+    return 0

@@ -1,7 +1,7 @@
 """What benchmarks of the buffer talk to: the real server in a process of its own, and a bare ROUTER beside it.
 
 ServerProcess ─► python -m async_rl.buffer.server CONFIG --out DIR     (a model folder of one file says the sizes)
-EchoProcess   ─► python -m async_rl.bench.served                       acknowledges each message by one short frame
+EchoProcess   ─► python -m async_rl.bench.served      acknowledges each message by a short frame, or sends what is asked
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
+import msgpack
 import zmq
 
 from async_rl.config import Config, parse_config, to_toml
@@ -25,10 +26,12 @@ from async_rl.process import die_with_parent
 from async_rl.runfolder import read_json
 from async_rl.weights.manifest import Manifest, Tensor, chunk_checksums, combine
 from async_rl.weights.segment import Segment, unlink_run
+from async_rl.wire import send_frames
 
 START_S = 60.0
 """A child process may take so long to listen, and to end."""
 VOCABULARY, CONTEXT = 32_000, 1 << 24
+GET = b"get"
 _TICKS = os.sysconf("SC_CLK_TCK")
 _NBYTES = 8
 _LOOK_MS = 1000
@@ -42,7 +45,7 @@ class Child:
         with open(log, "wb") as stderr:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr)
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -92,13 +95,22 @@ class ServerProcess(Child):
         groups_per_step: of a step of the learner.
         group_size: sequences of a group.
         max_staleness: of the run.
+        max_bytes: that the server holds at most.
     """
 
-    def __init__(self, folder: Path, *, groups_per_step: int, group_size: int, max_staleness: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        groups_per_step: int,
+        group_size: int,
+        max_staleness: int,
+        max_bytes: int = 4 << 30,
+    ) -> None:
         model = folder / "model"
         model.mkdir(parents=True)
         (model / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}))
-        self.config = _config(model, groups_per_step, group_size, max_staleness)
+        self.config = _config(model, groups_per_step, group_size, max_staleness, max_bytes)
         (folder / "config.toml").write_text(to_toml(self.config))
         module = [sys.executable, "-m", "async_rl.buffer.server"]
         super().__init__([*module, str(folder / "config.toml"), "--out", str(folder / "run")], folder / "server.log")
@@ -137,7 +149,10 @@ class ServerProcess(Child):
 
 
 class EchoProcess(Child):
-    """A ROUTER that takes each message out of the socket and acknowledges it, and does nothing else."""
+    """A ROUTER that takes each message out of the socket and acknowledges it, and does nothing else.
+
+    What begins with :data:`GET` is answered by frames of the sizes that follow, as a msgpack list.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,13 +164,13 @@ class EchoProcess(Child):
             raise
 
 
-def _config(model: Path, groups_per_step: int, group_size: int, max_staleness: int) -> Config:
+def _config(model: Path, groups_per_step: int, group_size: int, max_staleness: int, max_bytes: int) -> Config:
     raw: dict[str, Any] = {
         "steps": 1_000_000,
         "model": {"path": str(model)},
         "sampling": {"group_size": group_size, "max_new_tokens": CONTEXT},
         "algorithm": {"name": "reinforce_pp"},
-        "buffer": {"groups_per_step": groups_per_step, "max_staleness": max_staleness},
+        "buffer": {"groups_per_step": groups_per_step, "max_staleness": max_staleness, "max_bytes": max_bytes},
     }
     return parse_config(raw)
 
@@ -174,6 +189,7 @@ def echo() -> None:
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.bind("tcp://127.0.0.1:*")
     print(socket.getsockopt_string(zmq.LAST_ENDPOINT), flush=True)
+    made: dict[int, bytes] = {}
     while True:
         socket.poll(_LOOK_MS)
         while True:
@@ -181,7 +197,11 @@ def echo() -> None:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            socket.send_multipart([frames[0].bytes, b"ack"])
+            if frames[1].bytes != GET:
+                send_frames(socket, [frames[0].bytes, b"ack"])
+                continue
+            answer = [made.setdefault(size, bytes(size)) for size in msgpack.unpackb(frames[2].bytes)]
+            send_frames(socket, [frames[0].bytes, *answer])
 
 
 if __name__ == "__main__":

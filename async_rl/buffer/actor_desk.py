@@ -1,6 +1,7 @@
 """What the server does for actors: tickets out by credit, groups in, lost tickets cancelled.
 
-credit ─► remembered ─► room in the ledger? ─► tickets      submit, fail ─► ledger ─► ack      lost ─► cancel
+credit ─► remembered ─► room in the ledger? ─► tickets      lost ─► cancel
+submit, fail ─► ledger ─► rows of an ack, one for all of a turn
 
 Colocated, a step goes to the learner only when every connected actor that was given tickets has said ``asleep``
 after them (:meth:`ActorDesk.in_use`). One that is awake when there is nothing left for it gets an empty list of
@@ -67,16 +68,15 @@ class ActorDesk:
         except WireError as error:
             self._refuse(actor, header, error)
             return
-        results = []
+        results = self._post.rows(actor)
         for group in groups:
             answer = self._ledger.submit(actor.name, group, now)
             results.append(row(group.ordinal, group.attempt, answer, self._refused))
-            actor.useful |= answer.fresh and answer.outcome == "accepted"
-            known = answer.fresh and answer.outcome == "accepted" and "reward" not in self._ledger.rules.stages
-            sample = sample_row(group) if known else None
-            if sample is not None:
-                self._files.append("samples", sample)
-        self._post.send(actor, "ack", results=results)
+            if answer.fresh and answer.outcome == "accepted":
+                actor.useful = True
+                sample = sample_row(group) if "reward" not in self._ledger.rules.stages else None
+                if sample is not None:
+                    self._files.append("samples", sample)
 
     def fail(self, actor: Session, header: Header) -> None:
         """An attempt that the actor gave up."""
@@ -86,7 +86,7 @@ class ActorDesk:
         answer = self._ledger.fail(actor.name, ordinal, attempt, reason, final=final)
         detail = shown(header.get("detail", ""), 500)
         print(f"{actor.name} failed ordinal {ordinal} attempt {attempt}: {reason} {detail}", flush=True)
-        self._post.send(actor, "ack", results=[row(ordinal, attempt, answer, self._refused)])
+        self._post.rows(actor).append(row(ordinal, attempt, answer, self._refused))
 
     def live(self, client: Session, header: Header) -> None:
         """A version is live there once its checksum equals what was published; otherwise the client gets no work."""
@@ -205,4 +205,4 @@ class ActorDesk:
             results.append([ordinal, attempt, answer.outcome, answer.reason])
         if not results:
             raise error
-        self._post.send(actor, "ack", results=results)
+        self._post.rows(actor).extend(results)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from async_rl.data import Array, Group, is_correct
+from async_rl.data import Array, Group, is_correct, largest
+
+_LONG = 4096
+"""Tokens of a group from which on it is looked at alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +50,16 @@ def batch_stats(groups: Sequence[Group], step: int) -> BatchStats:
 
 def batch_ages(groups: Sequence[Group], step: int) -> dict[int, int]:
     """Sampled tokens, or steps in which an action counted, per age at step ``step``."""
-    return _count_ages([_versions(g) for g in groups], step)
+    counts: Counter[int] = Counter()
+    rest = []
+    for group in groups:
+        versions = _versions(group)
+        # mostly one version has sampled a long group: then it need not be copied to be counted
+        if versions.size > _LONG and largest(versions.ravel()) == group.oldest_version:
+            counts[step - group.oldest_version] += group.num_sampled
+        else:
+            rest.append(versions)
+    return dict(counts + Counter(_count_ages(rest, step))) if rest else dict(counts)
 
 
 def describe_ages(ages: Mapping[int, int]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ The clock is part of the arguments: ``time.monotonic()``, which goes on over a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class JournaledLedger(Ledger):
     def __init__(self, rules: Rules, task_index: Callable[[int], int], curriculum: Curriculum | None = None) -> None:
         super().__init__(rules, task_index, curriculum)
         self._log: EventLog | None = None
+        self._in_batch = False
 
     def attach(self, log: EventLog) -> None:
         """Write down what changes from now on."""
@@ -55,9 +56,23 @@ class JournaledLedger(Ledger):
         """Whether a server that died now could be started again where it was; not so after a full disk."""
         return self._log is None or self._log.is_on
 
-    def batch(self) -> AbstractContextManager[None]:
-        """Meanwhile events are collected, and on record at the end: no answer may leave before."""
-        return nullcontext() if self._log is None else self._log.batch()
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Meanwhile events are collected; at the end the books are checked, and all is on record.
+
+        No answer may leave before.
+        """
+        self._in_batch = True
+        try:
+            with nullcontext() if self._log is None else self._log.batch():
+                yield
+                super().check()
+        finally:
+            self._in_batch = False
+
+    def check(self) -> None:
+        if not self._in_batch:
+            super().check()
 
     def compact(self) -> None:
         """Begin a new base; call it when a checkpoint is written. A log that was switched off is tried again."""
@@ -264,7 +279,7 @@ def _repeat(ledger: JournaledLedger, frames: Sequence[Frame]) -> None:
 
 def _summary(result: object) -> Any:
     """What an event said, in a few plain words: enough to notice that a repetition went another way."""
-    if isinstance(result, (Ticket, Group)):  # noqa: UP038   a union is made anew each time
+    if isinstance(result, (Ticket, Group)):  # a union would be made anew each time
         return [result.ordinal, result.attempt, result.task_index]
     if isinstance(result, Delivery):
         return [g.ordinal for g in result.groups]

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from async_rl.buffer.control_rules import control_fault
 from async_rl.buffer.records import Answer, Entry, Rules
-from async_rl.data import REQUIRED_TOKEN_FIELDS, TOKEN_FIELDS, Group, oldest_version
+from async_rl.data import REQUIRED_TOKEN_FIELDS, TOKEN_FIELDS, Group, largest, smallest
 
+_REQUIRED, _KNOWN = frozenset(REQUIRED_TOKEN_FIELDS), frozenset(TOKEN_FIELDS)
 LOGPROBS = (-80.0, 0.01)
 """A token that was sampled has a log-probability between these: none is drawn with probability e^-80, whose ratio would
 overflow float32, and rounding carries none further above 0."""
@@ -61,23 +62,23 @@ def _other_ticket(group: Group, entry: Entry, rules: Rules) -> str:
 
 def _wrong_versions(group: Group, entry: Entry, newest_version: int) -> str:
     """Versions that cannot be, of an integer array; empty if all is well."""
-    versions = group.arrays["versions"]
-    newest = int(versions.max(initial=-1))
+    versions = group.arrays["versions"].ravel()
+    newest = largest(versions) if versions.size else -1
     if newest < 0:
         return "nothing_sampled"
     if newest > newest_version:
         return "version_from_the_future"
-    return "version_older_than_ticket" if oldest_version(versions) < entry.version else ""
+    return "version_older_than_ticket" if group.oldest_version < entry.version else ""
 
 
 def _token_fault(group: Group, entry: Entry, rules: Rules, newest_version: int) -> str:
     """What is wrong with a group of token sequences; empty if all is well."""
-    if not all(name in group.arrays for name in REQUIRED_TOKEN_FIELDS):
+    if not group.arrays.keys() >= _REQUIRED:
         return "missing_array"
     reason = _wrong_versions(group, entry, newest_version)
     if reason:
         return reason
-    if not TOKEN_FIELDS.keys() >= group.arrays.keys():
+    if not group.arrays.keys() <= _KNOWN:
         return "unknown_array"
     if (group.arrays["versions"] >= 0).tobytes() != group.arrays["loss_mask"].tobytes():  # so it is 0 or 1, too
         return "mask_contradicts_versions"
@@ -88,7 +89,8 @@ def _untrainable(group: Group, rules: Rules) -> str:
     """What the learner could not compute with; empty if all is well."""
     mask, tokens = group.arrays["loss_mask"], group.arrays["tokens"]
     starts_S = list(accumulate(group.lengths[:-1], initial=0))
-    sampled_S = np.add.reduceat(mask, starts_S, dtype=np.int64).tolist()
+    # of one sequence all is counted at once, in a fifth of the time
+    sampled_S = np.add.reduceat(mask, starts_S, dtype=np.int64).tolist() if len(group) > 1 else [np.count_nonzero(mask)]
     if not all(sampled_S):
         return "nothing_sampled"
     if any(mask[starts_S].tolist()):
@@ -97,14 +99,15 @@ def _untrainable(group: Group, rules: Rules) -> str:
         return "too_many_tokens"
     if rules.context is not None and max(group.lengths) > rules.context:
         return "too_long"
-    if tokens.min() < 0 or (rules.vocabulary is not None and tokens.max() >= rules.vocabulary):
+    # without a sign a negative id is larger than all others
+    if largest(tokens.view(np.uint32)) >= (rules.vocabulary or 1 << 31):
         return "token_outside_vocabulary"
     return "" if _in_range(group.arrays["logprobs"], mask) else "bad_logprobs"
 
 
 def _in_range(logprobs: npt.NDArray[np.float32], mask: npt.NDArray[np.uint8]) -> bool:
     """Whether what the mask leaves of the log-probabilities is in :data:`LOGPROBS`; NaN is in no range."""
-    if logprobs.min() >= LOGPROBS[0] and logprobs.max() <= LOGPROBS[1]:  # mostly all of them are
+    if smallest(logprobs) >= LOGPROBS[0] and largest(logprobs) <= LOGPROBS[1]:  # mostly all of them are
         return True
     left = logprobs[mask == 1]
     return bool(((left >= LOGPROBS[0]) & (left <= LOGPROBS[1])).all())

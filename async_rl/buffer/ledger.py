@@ -31,7 +31,6 @@ from async_rl.buffer.judge import judge
 from async_rl.buffer.policy import capacity, choose
 from async_rl.buffer.records import Answer, Delivery, Entry, Lost, Overdue, Rules
 from async_rl.buffer.scoring import Decision
-from async_rl.buffer.tally import count_sampled
 from async_rl.buffer.undo import TrainedSteps, Undone
 from async_rl.buffer.watchdog import Watchdog
 from async_rl.data import Annotation, Group, age
@@ -111,7 +110,7 @@ class Ledger(Books):
         found = self._open_entry(actor, group.ordinal, group.attempt)
         if isinstance(found, Answer):
             if found.fresh:
-                self.waste(group.ordinal, group.attempt, len(group), count_sampled(group))
+                self.waste(group.ordinal, group.attempt, len(group), group.num_sampled)
             return found
         entry, answer = found, judge(group, found, self.rules, self.version)
         self._answers.put(entry.key, answer.with_fresh(False))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import math
 import os
 import resource
@@ -41,9 +42,9 @@ from async_rl.process import die_with_parent, run_guarded
 from async_rl.protocol import BEATS_PER_PERIOD
 from async_rl.runfolder import read_json
 from async_rl.weights.server import WeightServer
-from async_rl.wire import LIMITS, Frame
+from async_rl.wire import LIMITS, receive_frames, send_frames
 
-_BURST = 1024
+_BURST = 64
 """Messages taken from the socket before anything else is done."""
 _MOST_CLIENTS = 65_536
 """More are never connected: the system has no more descriptors."""
@@ -52,8 +53,10 @@ _BACKLOG = 4096
 _UNREAD = 1000
 """Messages queued for one client that does not read; beyond it the client is let go."""
 _LINGER_MS = 2000
-_COPY_BELOW = 65_536
-"""Frames smaller than this are copied out of the socket's buffers; larger ones are used in place."""
+_GARBAGE = 50_000
+"""Objects between two searches for cycles: the thousands that come and go with the groups have none."""
+_NOBLOCK = int(zmq.NOBLOCK)
+"""As a plain number, which the socket takes at once."""
 
 
 REBIND_S = 5.0
@@ -218,16 +221,16 @@ class Server:
         now = time.monotonic()
         for _ in range(_BURST):
             try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity = self._socket.recv(_NOBLOCK)
             except zmq.Again:
                 return True
-            self.service.handle(identity.bytes, [_contents(f) for f in frames], now)
+            self.service.handle(identity, receive_frames(self._socket), now)
         return False
 
     def _send(self, now: float) -> None:
         for identity, frames in self.service.post.take():
             try:
-                self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+                send_frames(self._socket, [identity, *frames])
             except zmq.ZMQError as error:
                 if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
                     raise
@@ -259,10 +262,6 @@ def check_bind(buffer: BufferConfig) -> None:
     if host == address or ":" not in host:
         raise ConfigError(f"buffer.bind = {address!r}: write it as tcp://HOST:PORT (* as the port takes a free one)")
     check_open(address, buffer.keys, insecure=buffer.insecure)
-
-
-def _contents(frame: zmq.Frame) -> Frame:
-    return frame.bytes if len(frame) < _COPY_BELOW else frame.buffer
 
 
 def limits_of(config: AnyConfig, out: Path) -> Limits:
@@ -309,6 +308,8 @@ def main() -> None:
     else:
         weights = WeightServer(anew, keys)
         weights.start()
+    gc.freeze()  # what is imported stays
+    gc.set_threshold(_GARBAGE)
     try:
         with Server(config, arguments.out, limits, weights, arguments.resume, recover=arguments.recover) as server:
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_rl.buffer.tally import count_sampled
 from async_rl.data import Group
 
 
@@ -76,7 +75,7 @@ def split(groups: Sequence[Group], num_minibatches: int, num_ranks: int) -> Spli
     for group, parts, (minibatch, owner) in zip(groups, lengths, assigned, strict=True):
         counts[minibatch]["groups"] += 1
         counts[minibatch]["sequences"] += len(group)
-        counts[minibatch][unit] += count_sampled(group)
+        counts[minibatch][unit] += group.num_sampled
         costs[minibatch][owner].extend(parts)
     shards = []
     for rank in range(num_ranks):

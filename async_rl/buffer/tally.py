@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import numpy as np
-
 from async_rl.buffer.episode_window import EpisodeWindow
 from async_rl.data import Group
 
@@ -30,9 +28,8 @@ class Tally:
 
     def add(self, group: Group, *fates: Fate) -> None:
         """Count a group's sequences and sampled tokens."""
-        num_sampled = count_sampled(group)
         for fate in fates:
-            self.count(fate, len(group), num_sampled)
+            self.count(fate, len(group), group.num_sampled)
 
     def count(self, fate: Fate, sequences: int, tokens: int) -> None:
         """Count sequences and sampled tokens."""
@@ -69,11 +66,3 @@ class Tally:
         self.tokens.update(plain["tokens"])
         self.ages.update({int(age): n for age, n in plain["ages"].items()})
         self.episodes.restore(plain["episodes"])
-
-
-def count_sampled(group: Group) -> int:
-    """Tokens that the policy sampled, or steps of environments in which it acted, in any group off the wire."""
-    versions = group.arrays["versions"]
-    if versions.ndim == 2 and "step_rewards" not in group.arrays:  # episodes: each part of an action has a version
-        return sum(group.lengths)
-    return int(np.count_nonzero(versions >= 0))

@@ -13,7 +13,7 @@ from typing import Any
 
 from async_rl.buffer.batch_stats import batch_ages
 from async_rl.buffer.records import Entry
-from async_rl.buffer.tally import Tally, count_sampled
+from async_rl.buffer.tally import Tally
 
 KEPT_STEPS = 4096
 """Steps that are remembered. A rewind beyond them takes the counts of these back only (to step 0: all), and what is
@@ -78,7 +78,7 @@ class TrainedSteps:
     def add(self, step: int, entries: Sequence[Entry], tally: Tally) -> None:
         """The step after the newest trains ``entries``, which still have their groups; ``tally`` counts them."""
         groups = [e.payload for e in entries]
-        sequences, tokens = sum(map(len, groups)), sum(map(count_sampled, groups))
+        sequences, tokens = sum(map(len, groups)), sum(g.num_sampled for g in groups)
         ages = batch_ages(groups, step)
         tally.count("trained", sequences, tokens)
         tally.ages.update(ages)

@@ -65,8 +65,8 @@ def words(shares: Mapping[str, Seconds], max_staleness: int | None) -> str:
     notable = sorted((key for key in waits if waits[key] >= NOTABLE), key=lambda key: -waits[key])
     if not notable:
         return "Both sides were busy."
-    told = [_WAITS[key][0].format(share=f"{waits[key]:.0%}") + ": " + _WAITS[key][1] for key in notable[:2]]
-    return " ".join(_sentence(text) for text in told)
+    sentences = [_WAITS[key][0].format(share=f"{waits[key]:.0%}") + ": " + _WAITS[key][1] for key in notable[:2]]
+    return " ".join(_sentence(text) for text in sentences)
 
 
 def _sentence(text: str) -> str:

@@ -1,7 +1,7 @@
 """What the learner's benchmarks train on: a model, its configuration, and groups of token sequences.
 
-    arithmetic    64 prompts ``12+34=`` × 8 completions that the model samples itself, up to 16 tokens, rewarded by rule
-    smollm2       random tokens, lengths spread evenly from 64 to 512, on random weights of SmolLM2-135M's shape
+arithmetic    64 prompts ``12+34=`` × 8 completions that the model samples itself, up to 16 tokens, rewarded by rule
+smollm2       random tokens, lengths spread evenly from 64 to 512, on random weights of SmolLM2-135M's shape
 """
 
 from __future__ import annotations

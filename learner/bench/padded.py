@@ -86,8 +86,9 @@ def pad(groups: Sequence[Group]) -> PaddedBatch:
 
     prompts, completions = rows("tokens", prompts=True), rows("tokens", prompts=False)
     tokens_BC = pad_sequence(list(completions), batch_first=True)
-    real = left([torch.ones_like(p) for p in prompts]), pad_sequence(
-        [torch.ones_like(c) for c in completions], batch_first=True
+    real = (
+        left([torch.ones_like(p) for p in prompts]),
+        pad_sequence([torch.ones_like(c) for c in completions], batch_first=True),
     )
     rewards = torch.cat([torch.from_numpy(group.rewards) for group in groups])
     group_B = torch.repeat_interleave(torch.tensor([len(group) for group in groups]))

@@ -1,6 +1,6 @@
 """Ours and the baseline behind one interface: groups in, gradients out; and how much memory that took.
 
-    python -m learner.bench.sides ours|padded CASE BATCH [--model DIR]        peak memory of one pass, in a fresh process
+python -m learner.bench.sides ours|padded CASE BATCH [--model DIR]        peak memory of one pass, in a fresh process
 """
 
 from __future__ import annotations

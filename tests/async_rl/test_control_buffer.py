@@ -16,7 +16,6 @@ from async_rl.buffer.judge import judge
 from async_rl.buffer.ledger import Ledger
 from async_rl.buffer.records import Entry, Rules
 from async_rl.buffer.sharding import split
-from async_rl.buffer.tally import count_sampled
 from async_rl.control.spaces import Action, Spaces
 from async_rl.data import Group, age
 from async_rl.errors import WireError
@@ -154,8 +153,8 @@ def test_whatever_an_actor_sends_is_judged_and_counted_without_a_crash(name, dty
 
 
 def test_steps_are_counted_where_an_action_counted():
-    assert count_sampled(fragment()) == T * N - 1  # one step only reset its environment
-    assert count_sampled(episodes()) == 5  # each step once, though each part of its action has a version
+    assert fragment().num_sampled == T * N - 1  # one step only reset its environment
+    assert episodes().num_sampled == 5  # each step once, though each part of its action has a version
 
 
 def test_a_batch_is_measured_over_steps():

@@ -18,7 +18,7 @@ from async_rl.buffer.server import Server
 from async_rl.client import Client, Stopped
 from async_rl.config import to_toml
 from async_rl.errors import ConfigError, HandshakeError
-from async_rl.wire import encode_groups, pack_header
+from async_rl.wire import SCHEMA_VERSION, encode_groups, pack_header
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_server_survives_noise_and_counts_it(server, settings, cast):
         assert raw.ask(pack_header({"type": "credit", "count": 1 << 63}))["code"] == "bad_field"
         assert raw.ask(pack_header({"type": "fail", "ordinal": 1}))["code"] == "bad_field"
         assert raw.ask(pack_header({"type": "live", "version": 0, "checksum": 7}))["code"] == "bad_field"
-        assert raw.ask(pack_header({"type": "submit", "schema": 1, "groups": 3}))["code"] == "bad_header"
+        assert raw.ask(pack_header({"type": "submit", "schema": SCHEMA_VERSION, "groups": 3}))["code"] == "bad_header"
         noise = random.Random(0)
         for _ in range(200):
             raw.send(*[noise.randbytes(noise.randrange(40)) for _ in range(noise.randrange(1, 4))])

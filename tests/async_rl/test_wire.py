@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import msgpack
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from async_rl.data import Annotation
 from async_rl.errors import WireError
 from async_rl.wire import (
+    JOINT_BELOW,
     Limits,
     decode_annotations,
     decode_groups,
@@ -44,13 +46,61 @@ def test_groups_come_back_as_they_were_and_read_only():
             assert not other.arrays[name].flags.writeable
 
 
-def test_array_bytes_are_not_copied_on_the_way():
-    group = make(0)
-    frames = encode_groups("submit", [group])
-    tokens = np.frombuffer(frames[1], np.int32)
-    assert np.shares_memory(tokens, group.arrays["tokens"])
-    (decoded,) = decode_groups(unpack_header(frames[0]), frames[1:])
-    assert np.shares_memory(decoded.arrays["tokens"], group.arrays["tokens"])
+def test_bytes_of_large_arrays_are_not_copied_on_the_way_and_small_ones_share_a_frame():
+    length = JOINT_BELOW // 4  # tokens, logprobs and versions are of JOINT_BELOW bytes, the mask is smaller
+    group = make(0, versions=[0] * (length - 2), rewards=(1.0,))
+    head, joint, tokens, logprobs, versions = encode_groups("submit", [group])
+    assert len(joint) == length + 8  # the mask, and a reward of 4 bytes that is filled up to 8
+    frames = [joint, tokens, logprobs, versions]
+    (decoded,) = decode_groups(unpack_header(head), frames)
+    for name in ("tokens", "logprobs", "versions"):
+        assert np.shares_memory(decoded.arrays[name], group.arrays[name])
+    assert np.shares_memory(decoded.arrays["loss_mask"], np.frombuffer(joint, np.uint8))
+    np.testing.assert_array_equal(decoded.arrays["loss_mask"], group.arrays["loss_mask"])
+    assert decoded.rewards.tolist() == [1.0]
+    # as it came it goes on: nothing is laid out again
+    again = encode_groups("shard", [decoded], with_meta=False)
+    assert all(one is other for one, other in zip(again[1:], frames, strict=True))
+    # but not what was changed
+    changed = replace(decoded, rewards=np.float32([2.0]))
+    head, *frames = encode_groups("x", [changed])
+    (back,) = decode_groups(unpack_header(head), frames)
+    assert back.rewards.tolist() == [2.0]
+
+
+def test_small_arrays_that_do_not_fill_their_frame_are_refused():
+    header, frames = roundtrip([make(0)])
+    for wrong in (frames[0][:-8], frames[0] + bytes(8)):
+        with pytest.raises(WireError, match="bad_shape"):
+            decode_groups(header, [wrong])
+
+
+def test_a_large_array_that_does_not_fill_its_frame_is_refused():
+    head, joint, *large = encode_groups("submit", [make(0, versions=[0] * JOINT_BELOW)])
+    with pytest.raises(WireError, match="bad_shape"):
+        decode_groups(unpack_header(head), [joint, large[0], large[1][4:], *large[2:]])
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_groups_of_all_shapes_of_frames_come_back(copies):
+    """Without small arrays but the rewards, with empty arrays, with several groups: each finds its own frames."""
+    arrays = {
+        "versions": np.arange(8, dtype=np.int32).reshape(4, 2),
+        "episode_none": np.empty((0, 3), np.float64),
+        "large": np.arange(4 * JOINT_BELOW, dtype=np.float32).reshape(4, -1),
+    }
+    sent = []
+    for i in range(copies):
+        group = make(i, rewards=(0.5,))
+        object.__setattr__(group, "lengths", (4,))
+        object.__setattr__(group, "arrays", {name: array + i for name, array in arrays.items()})
+        sent.append(group)
+    header, frames = roundtrip(sent)
+    for one, other in zip(sent, decode_groups(header, frames), strict=True):
+        assert one.arrays.keys() == other.arrays.keys()
+        for name, array in one.arrays.items():
+            np.testing.assert_array_equal(array, other.arrays[name])
+            assert other.arrays[name].shape == array.shape
 
 
 def test_control_arrays_with_more_axes_pass_too():
@@ -74,7 +124,7 @@ def break_header(path, value):
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        (("schema",), 2, "schema_mismatch"),
+        (("schema",), 1, "schema_mismatch"),
         (("groups",), {}, "bad_header"),
         (("groups", 0), 5, "bad_header"),
         (("groups", 0, "ordinal"), -1, "bad_header"),
@@ -244,7 +294,7 @@ def test_annotations_must_match_their_frames_schema_and_limits():
     _, header, frames = annotations_sent()
     for change, received, limits, reason in (
         ({}, frames[:1], Limits(), "frame_count"),
-        ({"schema": 2}, frames, Limits(), "schema_mismatch"),
+        ({"schema": 1}, frames, Limits(), "schema_mismatch"),
         ({"groups": 3}, frames, Limits(), "bad_header"),
         ({"groups": [3, 4]}, frames, Limits(), "bad_header"),
         ({}, frames, Limits(groups=1), "too_many_groups"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from learner.batching import build_micro_batches, plan_micro_batches
-from learner.layout import ancestors, choose_layout, lay_rows, lay_trees
+from learner.layout import ancestors, choose_layout, cut, lay_rows, lay_trees
 from learner.logprobs import can_forward_trees
 from learner.sequences import concatenate
 from learner.signals import Signals
@@ -48,13 +48,54 @@ def test_branches_follow_their_parents_in_order_of_depth():
     assert ancestors(parents)[0].astype(int).tolist() == expected
 
 
-def test_groups_never_share_nodes_and_fill_rows_as_long_as_the_largest_tree():
-    # trees of 4, 2, 2 and 1 nodes: 4 | 2 + 2 | 1
+def test_groups_that_begin_alike_share_what_they_have_in_common():
+    # all inputs are prefixes of 1 2 3 4: four nodes for four groups
     same = [1, 2, 9]
     layout = lay_trees(*flat([[1, 2, 3, 4, 9]], [same], [same], [[1, 9]]))
+    assert layout.lengths_R.tolist() == [4]
+    assert layout.row_S.tolist() == [0, 0, 0, 0]
+    assert layout.column_T.tolist() == [0, 1, 2, 3, -1, 0, 1, -1, 0, 1, -1, 0, -1]
+
+
+def test_groups_that_have_nothing_in_common_fill_rows_up_to_the_limit():
+    # trees of 4, 2, 2 and 1 nodes, in the order of their first tokens: 4 | 2 + 2 | 1, or all nine in one row
+    groups = flat([[1, 2, 3, 4, 9]], [[5, 6, 9]], [[6, 5, 9]], [[7, 9]])
+    layout = lay_trees(*groups, longest=4)
     assert layout.lengths_R.tolist() == [4, 4, 1]
     assert layout.row_S.tolist() == [0, 1, 1, 2]
-    assert layout.column_T.tolist() == [0, 1, 2, 3, -1, 0, 1, -1, 2, 3, -1, 0, -1]
+    # columns go by depth: 5 and 6, then 5-6 and 6-5
+    assert layout.column_T.tolist() == [0, 1, 2, 3, -1, 0, 2, -1, 1, 3, -1, 0, -1]
+    assert lay_trees(*groups).lengths_R.tolist() == [9]
+
+
+def test_equal_prefixes_in_different_rows_are_forwarded_in_each():
+    # 1-2 is in all three groups of two or three nodes: 1-2-3 and 1-2-4 are four together, 1-2-5 would be the fifth
+    groups = flat(*[[[1, 2, n, 9]] for n in (3, 4, 5)])
+    layout = lay_trees(*groups, longest=4)
+    assert sorted(layout.lengths_R.tolist()) == [3, 3, 3]  # a limit of three is not left for powers of two below 16
+    assert lay_trees(*groups).lengths_R.tolist() == [5]
+
+
+def test_a_micro_batch_ends_where_padding_would_cost_more_than_another():
+    lengths = np.asarray([300, 300, 100, 100, 100])
+    # a third row of 300 would hold 100: 900 for 700; three of 100 have no padding
+    assert cut(lengths, 1000) == [0, 2, 5]
+    assert cut(lengths, 1000, even=False) == [0, 3, 5]
+    assert cut(np.asarray([50, 10, 10]), 1000) == [0, 3]  # too small for that to matter
+    assert cut(np.asarray([2000, 10]), 1000) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("budget", [8, 64, 700, 4096])
+def test_merged_inputs_need_no_more_micro_batches_than_all_sequences_apart(budget):
+    rng = np.random.default_rng(0)
+    for seed in range(20):
+        lengths = rng.integers(2, 1 + (8, 80, 300)[seed % 3], 24).tolist()
+        sequences = flat(
+            *[[[1, *rng.integers(0, 3, n - 1).tolist()] for n in lengths[g : g + 4]] for g in range(0, 24, 4)]
+        )
+        most = len(cut(-np.sort(-sequences[2]), budget))
+        for trees in (False, True):
+            assert len(choose_layout(*sequences, budget, trees)[1]) <= most
 
 
 def test_trees_are_taken_only_when_they_save_work():
