@@ -96,6 +96,7 @@ class Group:
     laid_out: Any = field(default=None, init=False, repr=False, compare=False)
     """How it came off the wire, see :mod:`async_rl.wire`; a changed copy (``dataclasses.replace``) has none."""
     _oldest: int = field(default=-1, init=False, repr=False, compare=False)
+    _newest: int = field(default=-2, init=False, repr=False, compare=False)
     _sampled: int = field(default=-1, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
@@ -131,6 +132,14 @@ class Group:
         if self._oldest < 0:  # asked for at each of its stations, from arrays that do not change
             object.__setattr__(self, "_oldest", oldest_version(self.arrays["versions"]))
         return self._oldest
+
+    @property
+    def newest_version(self) -> int:
+        """Newest weight version among the sampled tokens of all trajectories; -1 if nothing was sampled."""
+        if self._newest < -1:
+            versions = self.arrays["versions"].ravel()
+            object.__setattr__(self, "_newest", max(-1, largest(versions)) if versions.size else -1)
+        return self._newest
 
     @property
     def nbytes(self) -> int:

@@ -28,7 +28,7 @@ BAR_RATE, BAR_P99_MS = 15_000.0, 5.0
 """Trajectories per second; milliseconds at half of that."""
 GROUP_SIZES = (1, 8)
 """Trajectories of a group; the second is the default of ``sampling.group_size``."""
-_STEP = 1024
+_STEP = 256
 """Trajectories of a learner step."""
 _IN_FLIGHT = 512
 """Tickets that all actors hold together."""

@@ -9,11 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.data import Array, Group, is_correct, largest
-
-_LONG = 4096
-"""Tokens of a group from which on it is looked at alone."""
-
+from async_rl.data import Array, Group, is_correct
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStats:
@@ -50,16 +46,16 @@ def batch_stats(groups: Sequence[Group], step: int) -> BatchStats:
 
 def batch_ages(groups: Sequence[Group], step: int) -> dict[int, int]:
     """Sampled tokens, or steps in which an action counted, per age at step ``step``."""
-    counts: Counter[int] = Counter()
-    rest = []
+    ages: Counter[int] = Counter()
     for group in groups:
-        versions = _versions(group)
-        # mostly one version has sampled a long group: then it need not be copied to be counted
-        if versions.size > _LONG and largest(versions.ravel()) == group.oldest_version:
-            counts[step - group.oldest_version] += group.num_sampled
+        oldest = group.oldest_version
+        if oldest == group.newest_version:  # as mostly: then nothing need be counted
+            ages[step - oldest] += group.num_sampled
         else:
-            rest.append(versions)
-    return dict(counts + Counter(_count_ages(rest, step))) if rest else dict(counts)
+            versions = _versions(group)
+            counts = np.bincount(versions[versions >= 0] - oldest)
+            ages.update({step - oldest - later: int(counts[later]) for later in np.flatnonzero(counts).tolist()})
+    return dict(sorted(ages.items()))
 
 
 def describe_ages(ages: Mapping[int, int]) -> dict[str, Any]:
@@ -90,9 +86,3 @@ def _versions(group: Group) -> Array:
 
 def _sum_acted(rewards: Array, versions: Array) -> float:
     return float(rewards.sum(where=versions >= 0, dtype=np.float64))
-
-
-def _count_ages(versions: Sequence[Array], step: int) -> dict[int, int]:
-    flat = np.concatenate([v.ravel() for v in versions])
-    counts = np.bincount(step - flat[flat >= 0])
-    return {age: int(counts[age]) for age in np.flatnonzero(counts).tolist()}

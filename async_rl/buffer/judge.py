@@ -62,11 +62,9 @@ def _other_ticket(group: Group, entry: Entry, rules: Rules) -> str:
 
 def _wrong_versions(group: Group, entry: Entry, newest_version: int) -> str:
     """Versions that cannot be, of an integer array; empty if all is well."""
-    versions = group.arrays["versions"].ravel()
-    newest = largest(versions) if versions.size else -1
-    if newest < 0:
+    if group.newest_version < 0:
         return "nothing_sampled"
-    if newest > newest_version:
+    if group.newest_version > newest_version:
         return "version_from_the_future"
     return "version_older_than_ticket" if group.oldest_version < entry.version else ""
 

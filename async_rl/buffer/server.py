@@ -53,7 +53,7 @@ _BACKLOG = 4096
 _UNREAD = 1000
 """Messages queued for one client that does not read; beyond it the client is let go."""
 _LINGER_MS = 2000
-_GARBAGE = 50_000
+_GARBAGE = 10_000
 """Objects between two searches for cycles: the thousands that come and go with the groups have none."""
 _NOBLOCK = int(zmq.NOBLOCK)
 """As a plain number, which the socket takes at once."""

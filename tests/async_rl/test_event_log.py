@@ -71,6 +71,60 @@ def test_a_write_that_the_kernel_takes_in_pieces_is_whole(tmp_path, monkeypatch)
     assert [[bytes(f) for f in r] for r in read(tmp_path / "j")[1]] == [[b"head", b"", b"x" * 50, b""], [b"next"]]
 
 
+def test_a_batch_is_written_at_its_end_in_order_and_nothing_of_it_before(books, tmp_path, monkeypatch):
+    file = tmp_path / "journal/events-0.bin"
+    before, calls, writev = file.stat().st_size, [], os.writev
+    monkeypatch.setattr(os, "writev", lambda descriptor, buffers: calls.append(1) or writev(descriptor, buffers))
+    with books.batch():
+        some(books)
+        assert file.stat().st_size == before
+        assert books.deliver() is not None
+    assert len(calls) == 1
+    again = back(tmp_path / "journal")
+    assert (again.books(), again.next_step) == (books.books(), 1)
+
+
+def test_a_batch_of_more_buffers_than_one_write_takes_is_whole(tmp_path):
+    log = EventLog.open(tmp_path / "j")
+    log.rotate(NOTHING)
+    records = [[b"head", b"x" * (i % 7), b"%d" % i] for i in range(1000)]
+    with log.batch():
+        for frames in records:
+            log.append(frames)
+    log.close(remove=False)
+    assert [[bytes(f) for f in frames] for frames in read(tmp_path / "j")[1]] == records
+
+
+def test_a_base_that_is_begun_amid_a_batch_comes_after_what_waits(books, tmp_path):
+    with books.batch():
+        some(books)
+        books.compact()
+        books.issue("c", 0, 4.0)
+    books._log.flush()
+    assert [e.actor for e in back(tmp_path / "journal").open.values()] == ["b", "c"]
+
+
+def test_books_that_do_not_close_are_found_at_the_end_of_a_batch(books):
+    def spoil():
+        with books.batch():
+            books.issued += 1
+            books.issue("a", 0, 1.0)
+
+    with pytest.raises(RuntimeError, match="do not close"):
+        spoil()
+
+
+def test_an_error_amid_a_batch_leaves_on_record_what_came_before_it(books, tmp_path):
+    def fail():
+        with books.batch():
+            some(books)
+            raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"):
+        fail()
+    assert back(tmp_path / "journal").issued == 3
+
+
 def test_a_ledger_that_is_fresh_restored_or_far_ahead_comes_back(books, tmp_path):
     some(books)
     books.note("phase", {"phase": "running"})

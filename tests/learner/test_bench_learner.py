@@ -1,6 +1,7 @@
 """The learner's benchmark, small: both sides have equal gradients, and the figures are written."""
 
 import json
+from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from typer.testing import CliRunner
 from async_rl.bench.commands import app
 from async_rl.config import parse_config
 from async_rl.errors import AsyncRLError
+from learner.bench import learner as bench
+from learner.bench import sides
 from learner.bench.batches import Case, read_groups, write_groups
 from learner.bench.learner import compare
 from learner.bench.padded import pad
-from learner.bench.sides import make_pass
+from learner.bench.sides import make_pass, peak_bytes
 from learner.warmup.main import build_tokenizer
 
 
@@ -70,17 +73,23 @@ def test_a_batch_for_another_process_comes_back_as_it_was(tmp_path, make_groups)
     assert [g.rewards.tolist() for g in again] == [g.rewards.tolist() for g in groups]
 
 
-@pytest.mark.real
-def test_the_command_writes_speed_and_memory_of_both_sides(tmp_path, make_model):
-    folder, out = tmp_path / "model", tmp_path / "figures.json"
-    tokenizer = build_tokenizer()
-    model = make_model()
+@pytest.fixture
+def folder(tmp_path, make_model):
+    """A saved model and tokenizer."""
+    tokenizer, model = build_tokenizer(), make_model()
     model.resize_token_embeddings(len(tokenizer))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_speed_and_memory_of_both_sides_are_written(tmp_path, folder, monkeypatch):
+    out = tmp_path / "figures.json"
+    # the processes of their own that measure memory take seconds to start: what they run has a test below
+    monkeypatch.setattr(bench, "peak_memory", lambda side, case, groups: {"ours": 3.0, "padded": 6.0}[side])
     options = ["--case", "arithmetic", "--model", str(folder), "--sequences", "12", "--repeats", "1"]
-    done = CliRunner().invoke(app, ["learner", *options, "--out", str(out)])
-    assert done.exit_code == 0, done.output
+    monkeypatch.setattr("sys.argv", ["learner", *options, "--out", str(out)])
+    bench.main()
     document = json.loads(out.read_text())
     facts = document["arithmetic"]
     assert facts["sequences"] == 12
@@ -92,3 +101,29 @@ def test_the_command_writes_speed_and_memory_of_both_sides(tmp_path, make_model)
     for figure in document["figures"]:
         assert len(figure["values"]) == len(figure["baseline_values"]) == 1
         assert figure["median"] > 0
+    assert memory["ratio"] == 0.5
+
+
+def test_a_side_prints_the_memory_of_its_pass(tmp_path, folder, make_groups, monkeypatch, capsys):
+    write_groups(tmp_path / "batch", make_groups(2))
+    arguments = ["padded", "arithmetic", str(tmp_path / "batch"), "--model", str(folder)]
+    monkeypatch.setattr("sys.argv", ["sides", *arguments])
+    sides.main()
+    assert 0 <= int(capsys.readouterr().out) < 1 << 30
+
+
+def test_the_peak_counts_memory_that_is_given_back_again():
+    assert peak_bytes(lambda: torch.ones(1 << 24).sum()) == pytest.approx(64 << 20, rel=0.2)
+
+
+def test_the_command_passes_on_the_options_that_are_given(monkeypatch):
+    calls = []
+
+    def run(command, **_):
+        calls.append(command[1:])
+        return CompletedProcess(command, 3)
+
+    monkeypatch.setattr("subprocess.run", run)
+    done = CliRunner().invoke(app, ["learner", "--case", "smollm2", "--sequences", "4"])
+    assert done.exit_code == 3
+    assert calls == [["-m", "learner.bench.learner", "--case", "smollm2", "--sequences", "4", "--repeats", "5"]]
