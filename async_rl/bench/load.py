@@ -8,6 +8,7 @@ The sockets are bare DEALERs: what a :class:`~async_rl.client.Client` does besid
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
@@ -258,6 +259,8 @@ class Load:
         """
         noise = np.random.default_rng(seed)
         dues = np.cumsum(noise.exponential(1 / rate, int(rate * seconds))).tolist()
+        gc.collect()
+        gc.freeze()  # or this thread looks through all that is imported now and then, and is late
         began = last = time.monotonic()
         latencies: list[float] = []
 

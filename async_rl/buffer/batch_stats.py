@@ -11,6 +11,7 @@ import numpy as np
 
 from async_rl.data import Array, Group, is_correct
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStats:
     """One delivered batch."""

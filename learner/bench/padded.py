@@ -90,7 +90,7 @@ def pad(groups: Sequence[Group]) -> PaddedBatch:
         left([torch.ones_like(p) for p in prompts]),
         pad_sequence([torch.ones_like(c) for c in completions], batch_first=True),
     )
-    rewards = torch.cat([torch.from_numpy(group.rewards) for group in groups])
+    rewards = torch.cat([torch.from_numpy(group.rewards.copy()) for group in groups])
     group_B = torch.repeat_interleave(torch.tensor([len(group) for group in groups]))
     return PaddedBatch(
         inputs_BL=torch.cat([left(prompts), tokens_BC], 1).long(),

@@ -109,7 +109,8 @@ def test_a_side_prints_the_memory_of_its_pass(tmp_path, folder, make_groups, mon
     arguments = ["padded", "arithmetic", str(tmp_path / "batch"), "--model", str(folder)]
     monkeypatch.setattr("sys.argv", ["sides", *arguments])
     sides.main()
-    assert 0 <= int(capsys.readouterr().out) < 1 << 30
+    # the kernel counts in batches of pages, and what this process has freed before may be enough
+    assert -(1 << 20) < int(capsys.readouterr().out) < 1 << 28
 
 
 def test_the_peak_counts_memory_that_is_given_back_again():
