@@ -116,7 +116,7 @@ class StepStats:
         return {
             "age/mean": float((counts * torch.arange(len(counts))).sum()) / max(1.0, float(counts.sum())),
             "age/max": float(counts.nonzero().max()) if counts.any() else 0.0,
-            # the last bin is beyond the bound, and always empty
+            # the last bin is beyond the bound, and empty unless there is as good as none
             **{f"logp_diff/age{age}": value for age, value in enumerate(differences[:-1])},
             "logp_diff/fresh": fresh_difference(self._fresh),
             "logp_diff/older": _ratio(

@@ -29,7 +29,7 @@ from chaos_verdict import verdict
 from rich.console import Console
 from rich.table import Table
 
-from async_rl.config import load_any
+from async_rl.config import ControlConfig, load_any
 from async_rl.launch.janitor import RUN_VARIABLE
 from async_rl.process import die_with_parent
 from async_rl.runfolder import RunFolder, read_json
@@ -112,7 +112,7 @@ def main(
     kills: Annotated[int, typer.Option(min=1, help="faults to inject")] = 200,
     seed: Annotated[int, typer.Option(help="of the faults")] = 0,
     out: Annotated[Path, typer.Option(help="folder, made if missing")] = Path("runs/chaos"),
-    steps: Annotated[int, typer.Option(help="learner steps of the run; 0: two per fault, at least the preset's")] = 0,
+    steps: Annotated[int, typer.Option(help="learner steps of the run; 0: some per fault, at least the preset's")] = 0,
     stops: Annotated[float, typer.Option(help="share of faults that freeze instead of kill")] = 0.15,
     roles: Annotated[str, typer.Option(help="comma-separated; empty: every role that the run has")] = "",
     settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of the run")] = None,
@@ -121,7 +121,7 @@ def main(
     """Inject faults, print the table, exit non-zero on any loss."""
     console = Console()
     out.mkdir(parents=True, exist_ok=True)
-    chosen = [f"steps={steps or max(2 * kills, preset_steps(preset))}", "checkpoint.every=5", "buffer.heartbeat_s=3"]
+    chosen = [f"steps={steps or enough_steps(preset, kills)}", "checkpoint.every=5", "buffer.heartbeat_s=3"]
     chosen += ["log.wandb=false", "log.tensorboard=false", *(settings or [])]
     run = Run((out / f"{preset}-{seed}").resolve(), chosen, preset)
     if run.out.exists():
@@ -150,9 +150,11 @@ def main(
     raise typer.Exit(1 if losses else 0)
 
 
-def preset_steps(preset: str) -> int:
-    """Steps that a preset makes by itself."""
-    return load_any(preset).steps
+def enough_steps(preset: str, kills: int) -> int:
+    """Steps for all faults: those that are made until a fault is recovered from, and those that the preset makes."""
+    config = load_any(preset)
+    per_fault = 8 if isinstance(config, ControlConfig) else 2  # control steps are short beside a recovery
+    return max(per_fault * kills, config.steps)
 
 
 # ---------------------------------------------------------------------- faults

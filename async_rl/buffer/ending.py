@@ -19,7 +19,7 @@ FINAL_EVAL_S = 300.0
 """The run waits so long for the evaluation of its last version."""
 STOP_S = 300.0
 """The learner has so long for its last step and checkpoint after a stop."""
-GOODBYE_S = 5.0
+GOODBYE_S = 8.0
 """Clients have so long to leave after the end."""
 
 Phase = Literal["running", "stopping", "evaluating", "closing", "ended"]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from async_rl.errors import AsyncRLError
 from async_rl.launch.torchrun import RankFailures, is_traceback, killed_rank, own_sentence, without_report
 from async_rl.process import die_with_parent
 
@@ -154,6 +155,30 @@ def wait_all(children: Iterable[Child], timeout_s: float, on_turn: Callable[[], 
         _wait_for_exit(alive[0].pid, min(0.1, max(0.0, deadline - time.monotonic())))
         alive = [child for child in alive if child.poll() is None]
     return alive
+
+
+def ends_in_time(
+    child: Child, timeout_s: float, what: str, interrupted: Callable[[], bool], grace_s: float = 0.0
+) -> bool:
+    """Wait for a child that tries or builds something before the run; it has ended when this returns, however.
+
+    Args:
+        child: the process.
+        timeout_s: it may take.
+        what: it does, as in "interrupted while ``what``".
+        interrupted: ends it once it is true.
+        grace_s: between the request to end and its death.
+
+    Raises:
+        AsyncRLError: ``interrupted`` became true.
+    """
+    try:
+        late = wait_all([child], timeout_s, lambda: not interrupted())
+    finally:
+        end_all([child], grace_s)
+    if interrupted():
+        raise AsyncRLError(f"interrupted while {what}")
+    return not late
 
 
 def end_all(children: Sequence[Child], grace_s: float) -> None:

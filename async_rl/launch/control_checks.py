@@ -11,9 +11,9 @@ from pathlib import Path
 
 from async_rl.config import ControlConfig, to_toml
 from async_rl.control.spaces import FILE, Spaces
-from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.errors import ConfigError
 from async_rl.launch import preflight
-from async_rl.launch.children import Child, end_all, tail, wait_all
+from async_rl.launch.children import Child, ends_in_time, tail
 from async_rl.launch.control_overview import describe_networks
 from async_rl.shipped import find_shipped
 
@@ -64,13 +64,7 @@ def try_environment(
     (scratch / FILE).unlink(missing_ok=True)
     command = [sys.executable, "-m", "actors.control.probe", str(toml), "--out", str(scratch)]
     child = Child.start("probe", command, log, env)
-    try:
-        late = wait_all([child], PROBE_TIMEOUT_S, lambda: not interrupted())
-    finally:
-        end_all([child], grace_s=2.0)
-    if interrupted():
-        raise AsyncRLError("interrupted while the environment was tried")
-    if late:
+    if not ends_in_time(child, PROBE_TIMEOUT_S, "the environment was tried", interrupted, grace_s=2.0):
         raise ConfigError(f"env.id = {config.env.id!r}: making it took more than {PROBE_TIMEOUT_S:g} s; see {log}")
     if child.exit_code:
         how = f"env.id = {config.env.id!r}: trying it failed: the probe {child.describe_end()}; {_end_of(log)}"

@@ -161,7 +161,7 @@ def check_verifier(task: TaskConfig, env: Mapping[str, str], interrupted: Callab
         ConfigError: it is not written as ``module:function``, cannot be imported, or is not callable.
         AsyncRLError: ``interrupted`` became true.
     """
-    from async_rl.launch.children import Child, end_all, tail, wait_all
+    from async_rl.launch.children import Child, ends_in_time, tail
 
     spec = task.verifier
     if not spec:
@@ -173,13 +173,7 @@ def check_verifier(task: TaskConfig, env: Mapping[str, str], interrupted: Callab
     with tempfile.TemporaryDirectory(prefix="async-rl-verifier-") as scratch:
         log = Path(scratch) / "log"
         child = Child.start("verifier", [sys.executable, "-c", _IMPORT, module, function, *limits], log, env)
-        try:
-            late = wait_all([child], IMPORT_TIMEOUT_S, lambda: not interrupted())
-        finally:
-            end_all([child], grace_s=0.0)
-        if interrupted():
-            raise AsyncRLError("interrupted while the verifier was tried")
-        if late:
+        if not ends_in_time(child, IMPORT_TIMEOUT_S, "the verifier was tried", interrupted):
             raise ConfigError(f"task.verifier = {spec!r}: importing it took more than {IMPORT_TIMEOUT_S:.0f} s")
         if child.exit_code:
             said = next((line for line in reversed(tail(log, 15)) if line.strip()), child.describe_end())
@@ -293,14 +287,10 @@ def child_environment(base: Mapping[str, str], search: Path) -> dict[str, str]:
 
 
 def _build(command: list[str], env: Mapping[str, str], log: Path, interrupted: Callable[[], bool]) -> None:
-    from async_rl.launch.children import Child, cause, end_all, tail, wait_all
+    from async_rl.launch.children import Child, cause, ends_in_time, tail
 
     child = Child.start("warmup", command, log, env)
-    left = wait_all([child], WARMUP_TIMEOUT_S, lambda: not interrupted())
-    end_all([child], grace_s=2.0)
-    if interrupted():
-        raise AsyncRLError("interrupted while the model was built")
-    if left:
+    if not ends_in_time(child, WARMUP_TIMEOUT_S, "the model was built", interrupted, grace_s=2.0):
         raise AsyncRLError(f"building the model took more than {WARMUP_TIMEOUT_S:.0f} s; see {log}")
     if child.exit_code:
         lines = "\n".join(tail(log, 8))

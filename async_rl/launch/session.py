@@ -132,7 +132,8 @@ def _configure(
         return config, folder, None
     _refuse_other_networks(config, resume, checkpoint)
     done = int(checkpoint.name.removeprefix("step_"))
-    if done >= config.steps:
+    has_completed = RunFolder(resume).summary.get("status") == "completed"
+    if done > config.steps or (done == config.steps and has_completed):  # else the last evaluation may be missing
         raise ConfigError(
             f"--resume {resume}: all {config.steps} steps are done; go further with --set steps={2 * done}"
         )

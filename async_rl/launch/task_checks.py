@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from async_rl.config import Config, to_toml
-from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.launch.children import Child, cause, end_all, tail, wait_all
+from async_rl.errors import ConfigError
+from async_rl.launch.children import Child, cause, ends_in_time, tail
 from async_rl.tasks import load_task
 from async_rl.tasks.environments import is_class
 from async_rl.tasks.listing import check_repeats
@@ -79,13 +79,7 @@ def check_environment(config: Config, env: Mapping[str, str], interrupted: Calla
         toml.write_text(to_toml(config))
         child = Child.start("environment", [sys.executable, "-m", "actors.environments.check", str(toml)], log, env)
         limit_s = ENVIRONMENT_TIMEOUT_S + config.task.timeout_s
-        try:
-            late = wait_all([child], limit_s, lambda: not interrupted())
-        finally:
-            end_all([child], grace_s=0.0)
-        if interrupted():
-            raise AsyncRLError("interrupted while the environment was tried")
-        if late:
+        if not ends_in_time(child, limit_s, "the environment was tried", interrupted):
             raise ConfigError(f"task.environment = {config.task.environment!r}: one episode took over {limit_s:.0f} s")
         if child.exit_code:
             raise ConfigError(cause(log) or f"task.environment: {' '.join(tail(log, 1)) or child.describe_end()}")

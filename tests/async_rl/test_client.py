@@ -1,3 +1,5 @@
+"""The client's side of the connection: joining, beating, waiting, asking, leaving."""
+
 from __future__ import annotations
 
 import os
@@ -7,82 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
-import zmq
-from buffer_helpers import annotation, answer, make
-from server_helpers import WAIT_S, Cast, config, eventually, finish, manifest, running
+from buffer_helpers import make
+from client_helpers import FakeServer, connected, receive_for_ever
+from server_helpers import WAIT_S, config, eventually, running
 
 from async_rl.client import Client, Stopped
-from async_rl.errors import DeadlineError, HandshakeError, StartAgainError, WireError
-from async_rl.protocol import Ticket
-from async_rl.wire import Header, encode_groups, pack_header, unpack_header
-
-
-class FakeServer:
-    """A ROUTER in the test's own thread, which answers only when told."""
-
-    def __init__(self, heartbeat_s: float, address: str = "tcp://127.0.0.1:*") -> None:
-        self.heartbeat_s = heartbeat_s
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.identity = b""
-
-    def hear(self, *kinds: str, alive: bool = False) -> Header:
-        """The next message of one of these types; beats on the way are answered if the server is to be alive."""
-        while self._socket.poll(WAIT_S * 1000):
-            self.identity, head, *_ = self._socket.recv_multipart()
-            header = unpack_header(head)
-            if header["type"] in kinds:
-                return header
-            if header["type"] == "beat" and alive:
-                self.say("beat")
-        raise AssertionError(f"no {kinds}")
-
-    def say(self, kind: str, **fields) -> None:
-        self._socket.send_multipart([self.identity, pack_header({"type": kind, **fields})])
-
-    def lease(self, *groups) -> None:
-        self._socket.send_multipart([self.identity, *encode_groups("lease", groups, lease_s=9.0)])
-
-    def welcome(self, run_id: str = "r", weights: str = "tcp://127.0.0.1:1", epoch: int = 0) -> None:
-        self.hear("hello")
-        self.say(
-            "welcome",
-            run_id=run_id,
-            heartbeat_s=self.heartbeat_s,
-            next_step=0,
-            epoch=epoch,
-            manifest=manifest(4).to_wire(),
-            weights_address=weights,
-        )
-
-    def close(self) -> None:
-        self._context.destroy(0)
-
-
-def receive_for_ever(client: Client) -> None:
-    while True:
-        client.receive(WAIT_S)
-
-
-@contextmanager
-def connected(heartbeat_s: float = 30.0, **welcome: str) -> Iterator[tuple[FakeServer, Client]]:
-    server = FakeServer(heartbeat_s)
-    try:
-        with Client(server.address, "actor", "a", "c") as client:
-            thread = threading.Thread(target=server.welcome, kwargs=welcome)
-            thread.start()
-            client.connect(WAIT_S)
-            thread.join()
-            yield server, client
-    finally:
-        server.close()
+from async_rl.errors import DeadlineError, HandshakeError, WireError
 
 
 def test_nothing_at_the_address_is_a_sentence_with_the_address_and_the_time():
@@ -230,37 +164,6 @@ def test_a_client_that_was_frozen_does_not_take_its_own_sleep_for_the_servers_de
         server.close()
 
 
-def test_a_failed_attempt_is_told_again_until_it_is_acknowledged():
-    with connected(heartbeat_s=0.1) as (server, client):
-        client.send("fail", ordinal=3, attempt=1, reason="timeout", detail="", final=False)
-        assert [server.hear("fail", alive=True)["ordinal"] for _ in range(2)] == [3, 3]
-        assert client.unacked == 1
-        server.say("ack", results=[[3, 1, "failed", ""]])
-        client.receive(WAIT_S)
-        assert client.unacked == 0
-
-
-def test_an_evaluation_and_the_end_are_told_again_after_a_break():
-    with connected(heartbeat_s=0.1) as (server, client):
-        for version in (1, 2):
-            client.send("eval", epoch=0, version=version, metrics={}, samples=[])
-        client.send("done", stopped=False)
-        assert [server.hear("eval", "done")["type"] for _ in range(3)] == ["eval", "eval", "done"]
-        server.say("refused", code="hello_first", reason="who are you?")
-        server.welcome()
-        heard = [server.hear("eval", "done", alive=True) for _ in range(2)]
-        assert [(h["type"], h.get("version")) for h in heard] == [("eval", 2), ("done", None)]
-
-
-def test_the_wish_to_stop_is_told_again_after_a_break():
-    with connected() as (server, client):
-        client.send("stop", reason="asked to stop")
-        server.hear("stop")  # and dies before it has done anything about it
-        server.say("refused", code="hello_first", reason="who are you?")
-        server.welcome()
-        assert server.hear("stop")["reason"] == "asked to stop"
-
-
 def test_a_version_of_a_later_epoch_is_news_although_its_number_is_lower():
     with connected(heartbeat_s=0.1) as (server, client):
         client.send("live", epoch=1, version=4, checksum="c")
@@ -296,107 +199,6 @@ def test_messages_are_numbered_without_gaps():
         client.send_groups([make(0)])
         seqs = [server.hear("beat", "credit", "live", "submit")["seq"] for _ in range(4)]
         assert seqs == [2, 3, 4, 5]
-
-
-def test_groups_are_sent_again_until_they_are_acknowledged():
-    with connected(heartbeat_s=0.05) as (server, client):
-        client.send_groups([make(0), make(1, 2)])
-        first = server.hear("submit")
-        assert [(g["ordinal"], g["attempt"]) for g in first["groups"]] == [(0, 0), (1, 2)]
-        server.say("ack", results=[[0, 0, "accepted", ""]])
-        assert client.receive(WAIT_S)[0][0]["type"] == "ack"
-        assert client.unacked == 1
-        again = server.hear("submit")
-        assert [(g["ordinal"], g["attempt"]) for g in again["groups"]] == [(1, 2)]
-        server.say("ack", results=[[1, 2, "late", ""]])
-        client.receive(WAIT_S)
-        assert client.unacked == 0
-
-
-def test_after_a_break_the_client_rejoins_and_repeats_what_the_server_needs():
-    with connected(heartbeat_s=0.1) as (server, client):
-        client.send("live", version=3, checksum="c")
-        client.send("credit", count=5)
-        client.send_groups([make(7)])
-        server.hear("submit")
-        server.say("tickets", tickets=[[0] * 6, [1] * 6])
-        assert client.receive(WAIT_S)[0][0]["type"] == "tickets"
-        server.say("refused", code="hello_first", reason="who are you?")
-        server.welcome()
-        heard = [server.hear("live", "credit", "submit") for _ in range(3)]
-        assert {h["type"] for h in heard} == {"live", "credit", "submit"}
-        credit = next(h for h in heard if h["type"] == "credit")
-        assert (credit["count"], credit["received"]) == (3, 0)
-        header, _ = client.receive(WAIT_S)[0]
-        assert (header["type"], header["manifest"]["version"]) == ("version", 4)
-
-
-def test_a_scorer_repeats_credit_and_annotations_until_they_are_acknowledged_after_a_break_too():
-    with connected(heartbeat_s=0.1) as (server, client):
-        client.send("credit", count=3)
-        server.hear("credit")
-        server.lease(make(4), make(5))
-        assert [g["ordinal"] for g in client.receive(WAIT_S)[0][0]["groups"]] == [4, 5]
-        client.send_annotations([annotation(make(4), "reward"), annotation(make(5), "reward")])
-        sent = server.hear("annotate")
-        assert [(g["ordinal"], g["arrays"]) for g in sent["groups"]] == [
-            (4, [["reward", "float32", [2]]]),
-            (5, [["reward", "float32", [2]]]),
-        ]
-        server.say("ack", results=[[4, 0, "accepted", ""]])
-        client.receive(WAIT_S)
-        assert [g["ordinal"] for g in server.hear("annotate", alive=True)["groups"]] == [5]
-        server.say("refused", code="hello_first", reason="who are you?")
-        server.welcome()
-        heard = {h["type"]: h for h in (server.hear("credit", "annotate") for _ in range(2))}
-        assert (heard["credit"]["count"], heard["credit"]["received"]) == (1, 0)
-        assert [g["ordinal"] for g in heard["annotate"]["groups"]] == [5]
-        server.say("ack", results=[[5, 0, "late", "moved_on"]])
-        while client.unacked:
-            client.receive(WAIT_S)
-
-
-def test_a_break_does_not_wake_a_sleeper_and_live_ends_its_sleep():
-    def rejoin(server):
-        server.say("refused", code="hello_first", reason="who are you?")
-        server.welcome()  # with version 4
-
-    with connected() as (server, client):
-        client.send("live", version=4, checksum="c")
-        client.send("asleep")
-        server.hear("asleep")
-        rejoin(server)
-        assert [server.hear("live", "asleep")["type"] for _ in range(2)] == ["live", "asleep"]
-        assert client.receive(0.05) == [], "it holds version 4 already"
-        client.send("live", version=5, checksum="c")
-        server.hear("live")
-        rejoin(server)
-        assert server.hear("live")["version"] == 5
-        client.send("credit", count=1)
-        assert server.hear("asleep", "credit")["type"] == "credit"
-
-
-def test_a_trained_step_that_was_lost_in_a_break_is_told_again_until_it_is_answered():
-    with connected(heartbeat_s=0.1) as (server, client):
-        client.send("trained", step=3, manifest={}, stats={})
-        server.hear("trained")
-        server.say("refused", code="hello_first", reason="who are you?")
-        server.welcome()
-        assert server.hear("trained")["step"] == 3
-        server.say("trained", step=3, books={})
-        while client.receive(WAIT_S)[-1][0]["type"] != "trained":
-            continue
-        server.say("refused", code="hello_first", reason="who are you?")
-        server.welcome()
-        assert server.hear("trained", "beat")["type"] == "beat"
-
-
-def test_another_run_at_the_same_address_ends_this_life_of_the_client_and_the_next_one_may_join_it():
-    with connected(heartbeat_s=0.1) as (server, client):
-        server.say("refused", code="hello_first", reason="who are you?")
-        server.welcome(run_id="another")
-        with pytest.raises(StartAgainError, match="another run"):
-            receive_for_ever(client)
 
 
 def test_a_message_that_the_server_refuses_is_an_error_here():
@@ -445,73 +247,3 @@ def test_close_says_goodbye_and_leaves_no_thread_and_no_descriptor():
         assert server.hear("bye")["type"] == "bye"
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
     assert threading.active_count() == threads
-
-
-def test_an_actor_that_was_taken_for_dead_comes_back_and_works_on(tmp_path):
-    settings = config()
-    with running(settings, tmp_path) as server, Cast(server, settings) as cast:
-        cast.learner()
-        actor = cast.actor(credit=4)
-        tickets = actor.tickets(4)
-        cast.join("monitor", "launcher").send("dead", name="a")
-        assert len(actor.until("cancel")[0]["tickets"]) == 4
-        actor.send_groups([answer(tickets[0])])
-        assert actor.until("ack")[0]["results"] == [[0, 0, "late", "actor_lost"]]
-        actor.send("credit", count=4)
-        again = actor.tickets(4)
-        assert [(t.ordinal, t.attempt) for t in again] == [(i, 1) for i in range(4)]
-        finish(actor, again)
-        assert isinstance(again[0], Ticket)
-
-
-def test_the_second_answer_to_one_question_is_not_taken_for_the_answer_to_the_next():
-    """Two welcomes, as to a client whose hello was said again: what it waits for is asked twice, and answered twice."""
-    with connected() as (server, client):
-        answers = []
-        asking = threading.Thread(target=lambda: answers.append(client.request("next", "shard", step=4)))
-        asking.start()
-        server.hear("next")
-        server.say("refused", code="hello_first", reason="who are you?")
-        server.welcome()
-        server.hear("next")
-        server.say("shard", step=4)
-        server.say("shard", step=4)
-        asking.join(WAIT_S)
-        for question, answer, step in (("trained", "trained", 4), ("next", "shard", 5), ("trained", "trained", 5)):
-            for told in (step - 1, step):
-                server.say(answer, step=told)
-            assert client.request(question, answer, deadline_s=WAIT_S, step=step)[0]["step"] == step
-        for path in ("old", "new"):
-            server.say("snapshot", path=path, ok=path == "old")
-        assert client.request("snapshot", "snapshot", deadline_s=WAIT_S, path="new")[0]["ok"] is False
-
-
-def test_a_repeated_answer_does_not_settle_the_next_question():
-    with connected(heartbeat_s=0.1) as (server, client):
-        client.send("trained", step=5, manifest={}, stats={})
-        server.hear("trained")
-        server.say("trained", step=4)
-        server.say("refused", code="hello_first", reason="who are you?")
-        server.welcome()
-        assert server.hear("trained")["step"] == 5
-
-
-@pytest.mark.parametrize(("role", "ends"), [("learner", True), ("actor", False)])
-def test_a_learner_that_comes_back_to_another_epoch_must_begin_again(role, ends):
-    server = FakeServer(0.1)
-    try:
-        with Client(server.address, role, "l", "c") as client:
-            thread = threading.Thread(target=server.welcome)
-            thread.start()
-            client.connect(WAIT_S)
-            thread.join()
-            server.say("refused", code="hello_first", reason="who are you?")
-            server.welcome(epoch=1)
-            if ends:
-                with pytest.raises(HandshakeError, match="without this learner") as error:
-                    receive_for_ever(client)
-                assert error.value.code == "ahead"
-            else:
-                assert server.hear("beat")["type"] == "beat"
-    finally:
-        server.close()

@@ -165,6 +165,11 @@ def test_resume_needs_a_complete_checkpoint_and_the_same_contract(tmp_path):
     assert (resumed.steps, folder, checkpoint) == (12, tmp_path, tmp_path / "checkpoints" / "step_4")
     with pytest.raises(ConfigError, match="must stay as in"):
         _configure(None, ["seed=1"], None, tmp_path)
+    # killed behind its last checkpoint, it still lacks the evaluation of its last version
+    assert _configure(None, ["steps=4"], None, tmp_path)[2] == tmp_path / "checkpoints" / "step_4"
+    with pytest.raises(ConfigError, match="all 3 steps are done"):
+        _configure(None, ["steps=3"], None, tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "completed"}))
     with pytest.raises(ConfigError, match="all 4 steps are done"):
         _configure(None, ["steps=4"], None, tmp_path)
     with pytest.raises(ConfigError, match="leave --out away"):
