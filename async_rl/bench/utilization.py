@@ -12,10 +12,13 @@ modes × ratios ─► utilization_run.measure, one after the other ─► table
 The ideal speed-up over taking turns is (T_gen + T_train) / max(T_gen, T_train), with T_gen the time that all slots,
 full, need for the tokens of a batch. Taking turns wastes more than that where lengths differ: slots are idle until the
 longest answer has ended, so that the measured speed-up can pass the ideal.
+
+Beside each measurement stands what ``async-rl plan`` predicts from the same numbers.
 """
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +28,10 @@ from async_rl.bench.figures import REPEATS, Figure, show
 from async_rl.bench.utilization_run import MODES, Measured, Mode, Scenario, measure
 from async_rl.errors import ConfigError
 from async_rl.lengths import Lengths
+from async_rl.plan.candidates import predict
+from async_rl.plan.outcome import Outcome
+from async_rl.plan.scenario import Speeds
+from async_rl.plan.scenario import scenario as planned_scenario
 from async_rl.runfolder import write_atomically
 
 GROUPS_PER_ACTOR = 16
@@ -130,6 +137,15 @@ def parse_ratios(text: str) -> list[float]:
     return ratios
 
 
+@functools.cache
+def predicted(scenario: Scenario) -> Outcome:
+    """What ``async-rl plan`` says of it, from the same speeds and lengths."""
+    config = scenario.config(Path())
+    speeds = Speeds(slot_tokens_per_s=scenario.tokens_per_s(), step_s=scenario.step_s)
+    wanted = planned_scenario(config, speeds=speeds, lengths=scenario.distribution, actors=scenario.actors, ranks=1)
+    return predict(wanted).outcome
+
+
 def baseline_of(run: Measured, measured: Sequence[Measured]) -> Measured | None:
     """The synchronous run of the same ratio, if there is one."""
     same = [m for m in measured if m.scenario.ratio == run.scenario.ratio]
@@ -170,6 +186,7 @@ def learner_bar(ratio: float) -> float | None:
 def to_plain(run: Measured, synchronous: Measured | None) -> dict[str, Any]:
     """A run for the JSON file and the plot."""
     scenario = run.scenario
+    plan = predicted(scenario)
     return {
         "mode": scenario.mode,
         "ratio": scenario.ratio,
@@ -189,6 +206,7 @@ def to_plain(run: Measured, synchronous: Measured | None) -> dict[str, Any]:
         "ideal": run.ideal,
         "learner_busy": sum(run.learner) / len(run.learner),
         "actors_busy": sum(run.actors) / len(run.actors),
+        "plan": {"learner_busy": round(plan.learner, 4), "actors_busy": round(plan.actors, 4)},
         "timers": dict(run.timers),
         "states": {role: dict(shares) for role, shares in run.states.items()},
     }
@@ -198,12 +216,12 @@ def _print_table(measured: Sequence[Measured]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    columns = ("mode", "ratio", "speed-up", "ideal", "learner", "actors", "data", "timer")
+    columns = ("mode", "ratio", "speed-up", "ideal", "learner", "actors", "plan", "data", "timer")
     table = Table(
         *columns,
         title="how busy each side was",
-        caption="learner: step time × steps; actors: slots in use; data: the learner waited for it; timer: actors, by "
-        "their own, busy while any slot is",
+        caption="learner: step time × steps; actors: slots in use; plan: both as `async-rl plan` predicts them; data: "
+        "the learner waited for it; timer: actors, by their own, busy while any slot is",
     )
     for run in measured:
         row = to_plain(run, baseline_of(run, measured))
@@ -211,5 +229,6 @@ def _print_table(measured: Sequence[Measured]) -> None:
         waits = row["states"]["learner"].get("waiting_data", 0.0)
         shares = (row["learner_busy"], row["actors_busy"], waits, row["timers"]["actor"])
         texts = [f"{100 * share:.1f} %" for share in shares]
+        texts.insert(2, " / ".join(f"{100 * share:.1f}" for share in row["plan"].values()))
         table.add_row(row["mode"], f"{row['ratio']:g}", speedup, f"{row['ideal']:.2f} ×", *texts)
     Console().print(table)

@@ -1,0 +1,43 @@
+"""The whole-run comparison of overlap and turns: its arithmetic, and that each side is really bound to its core."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from bench_async import SKIPPED, bind, steps_per_second
+
+# starts a child whose arguments name the actors' package, says both pids, and stays until its input ends
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "input()", "actors.main"], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+sys.stdin.read()
+child.communicate()
+"""
+
+
+def test_steps_a_second_leave_out_the_first_ones():
+    slow = [{"step": s, "time": 10.0 * s, "time/step_s": 10.0} for s in range(SKIPPED)]
+    begin = 10.0 * SKIPPED
+    fast = [{"step": SKIPPED + s, "time": begin + 0.25 * s, "time/step_s": 0.25} for s in range(9)]
+    assert steps_per_second([*slow, *fast, {"step": 99, "note": "no step"}]) == pytest.approx(4.0)
+
+
+def test_actors_go_to_the_first_core_and_all_others_to_the_second():
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("one core")
+    before = os.sched_getaffinity(0)
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        actor = int(parent.stdout.readline())
+        bind(parent.pid, cores)
+        assert os.sched_getaffinity(actor) == {cores[0]}
+        assert os.sched_getaffinity(parent.pid) == {cores[1]}
+        assert os.sched_getaffinity(0) == before  # who only started the run is left alone
+        parent.stdin.close()
+        assert parent.wait(10) == 0
