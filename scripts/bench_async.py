@@ -96,7 +96,7 @@ def run(preset: str, settings: Iterable[str], folder: Path, cores: list[int]) ->
 def bind(launcher: int, cores: list[int]) -> None:
     """Actors with all that they started to the first core, every other process of the run to the second."""
     parents = {pid: parent for pid in pids() if (parent := parent_of(pid)) is not None}
-    actors = {pid for pid in parents if b"actors." in words_of(pid)}
+    actors = {pid for pid in parents if module_of(pid).startswith("actors.")}
     for pid in parents:
         line = [pid]
         while line[-1] in parents and len(line) < 64:
@@ -132,12 +132,13 @@ def parent_of(pid: int) -> int | None:
         return None
 
 
-def words_of(pid: int) -> bytes:
-    """Its command line; empty if it has ended."""
+def module_of(pid: int) -> str:
+    """What ``python -m`` runs; empty if it is something else, or has ended."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:
-        return b""
+        return ""
+    return words[words.index("-m") + 1] if "-m" in words[:-1] else ""
 
 
 def rows(file: Path) -> list[Mapping[str, Any]]:

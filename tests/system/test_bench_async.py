@@ -11,10 +11,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from bench_async import SKIPPED, bind, steps_per_second
 
-# starts a child whose arguments name the actors' package, says both pids, and stays until its input ends
+# starts a module of that name, says its pid, and both stay until their input ends
 PARENT = """
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "input()", "actors.main"], stdin=subprocess.PIPE)
+child = subprocess.Popen([sys.executable, "-m", "actors.stays"], stdin=-1, stdout=-1, cwd=sys.argv[1])
+assert child.stdout.readline() == b"\n"
 print(child.pid, flush=True)
 sys.stdin.read()
 child.communicate()
@@ -28,12 +29,16 @@ def test_steps_a_second_leave_out_the_first_ones():
     assert steps_per_second([*slow, *fast, {"step": 99, "note": "no step"}]) == pytest.approx(4.0)
 
 
-def test_actors_go_to_the_first_core_and_all_others_to_the_second():
+def test_actors_go_to_the_first_core_and_all_others_to_the_second(tmp_path):
+    (tmp_path / "actors").mkdir()
+    (tmp_path / "actors" / "__init__.py").touch()  # before the package of that name that is installed
+    (tmp_path / "actors" / "stays.py").write_text("import sys; print(flush=True); sys.stdin.read()")
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         pytest.skip("one core")
     before = os.sched_getaffinity(0)
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+    command = [sys.executable, "-c", PARENT, str(tmp_path), "--set", "actors.count=1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         actor = int(parent.stdout.readline())
         bind(parent.pid, cores)
         assert os.sched_getaffinity(actor) == {cores[0]}
