@@ -15,7 +15,7 @@ from bench_async import SKIPPED, bind, steps_per_second
 PARENT = """
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-m", "actors.stays"], stdin=-1, stdout=-1, cwd=sys.argv[1])
-assert child.stdout.readline() == b"\n"
+assert child.stdout.readline()
 print(child.pid, flush=True)
 sys.stdin.read()
 child.communicate()
