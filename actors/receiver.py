@@ -2,11 +2,12 @@
 
     actor thread                     prepare thread
     fetch(manifest) ──newest wins──► shm: map the segment, verify each chunk in place
-    fileno() readable ◄──────────── zmq: pull chunks into the free one of two buffers
+    fileno() readable ◄──────────── zmq: one receiver of the host pulls chunks into a copy, all map and verify it
     ready() ──► Prepared ──► engine.load_weights ──► live
 
 A transfer that has begun is finished although a newer version is announced meanwhile: aborting it would starve an actor
 whose transfers take longer than a step. A slot that was overwritten meanwhile is a failure with reason ``superseded``.
+A host that has no room for the copy in its shared memory is told once, and each receiver pulls into its own buffers.
 After any failure the newest version is tried again, at once if a newer one was announced, else after a second.
 """
 
@@ -17,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -25,13 +26,17 @@ import numpy as np
 from async_rl.curve import ClientKeys
 from async_rl.errors import DeadlineError, WeightsError
 from async_rl.process import host_id
+from async_rl.weights.copies import Copy
 from async_rl.weights.manifest import Manifest
 from async_rl.weights.puller import Puller, TransferError
 from async_rl.weights.segment import SegmentReader
+from async_rl.weights.share import HostShare
 
 _RETRY_S = 1.0
 _IDLE_S = 60.0
 _CLOSE_S = 10.0
+_PATIENCE = 2.0
+"""Times ``stall_s``: a puller that is alive shows it once in ``stall_s``, whether chunks come or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +44,20 @@ class Prepared:
     """A version whose bytes were verified against its manifest."""
 
     manifest: Manifest
+    """Names the segment of this host, if ``data`` is one."""
     data: memoryview
-    """The flat bytes [manifest.nbytes]: read-only shared memory, or a receive buffer that stays valid until
-    :meth:`Receiver.ready` hands out the next version."""
+    """The flat bytes [manifest.nbytes]: read-only shared memory of the learner, that it may write over, or a copy or a
+    buffer that stays valid until :meth:`Receiver.ready` hands out the next version."""
     transfer_s: float
     """From the start of the transfer until the last chunk was verified."""
     path: Literal["shm", "zmq"]
+    copy: Copy | None = None
+    """What holds ``data``, if it is shared by the receivers of this host."""
+
+    def release(self) -> None:
+        """Nobody reads ``data`` any more."""
+        if self.copy is not None:
+            self.copy.release()
 
 
 class Receiver:
@@ -75,6 +88,8 @@ class Receiver:
         self._weights_address = weights_address
         self._puller = Puller(weights_address(), self._stop, stall_s, keys)
         self._reader = SegmentReader()
+        self._share = HostShare(run_id, self._stop, _PATIENCE * stall_s)
+        self._told = False
         self._buffers: list[memoryview] = []
         self._newest = (-1, -1)
         """Epoch and version."""
@@ -104,10 +119,11 @@ class Receiver:
             raise WeightsError(f"manifest of run {manifest.run_id!r} announced to a receiver of run {self._run_id!r}")
         with self._changed:
             in_hand = (self._working, self._ready.manifest if self._ready else None)
-            if manifest.order < self._newest or manifest in in_hand:
+            if manifest.order < self._newest or _identity(manifest) in map(_identity, in_hand):
                 return
             self._newest = manifest.order
             if self._ready is not None and self._ready.manifest.epoch < manifest.epoch:
+                self._ready.release()
                 self._ready = None
             self._wanted, self._retry_at = manifest, 0.0
             self._changed.notify_all()
@@ -120,6 +136,8 @@ class Receiver:
                 raise WeightsError("the weight receiver's thread failed") from self._crash
             prepared, self._ready = self._ready, None
             if prepared is not None:
+                if self._lent is not None:
+                    self._lent.release()
                 self._lent = prepared
                 self._changed.notify_all()
         return prepared
@@ -148,6 +166,10 @@ class Receiver:
         os.close(self._stop)
         os.close(self._wake)
         self._reader.close()
+        for prepared in (self._lent, self._ready):
+            if prepared is not None:
+                prepared.release()
+        self._share.close()
         self._buffers.clear()
 
     def _run(self) -> None:
@@ -187,11 +209,30 @@ class Receiver:
             except WeightsError as error:
                 raise TransferError("superseded", f"{error}; its slot was overwritten meanwhile") from None
             return Prepared(manifest=manifest, data=view, transfer_s=time.monotonic() - began, path="shm")
-        buffer = self._free_buffer(manifest)
+        self._await_room(manifest)
         began = time.monotonic()
+        copy, buffer = self._obtain(manifest)
+        if copy is not None:
+            manifest = replace(manifest, segment=str(copy.path), host=self._host)
+        return Prepared(manifest=manifest, data=buffer, transfer_s=time.monotonic() - began, path="zmq", copy=copy)
+
+    def _obtain(self, manifest: Manifest) -> tuple[Copy | None, memoryview]:
+        """The bytes over ZeroMQ: the copy of this host, or a buffer of our own."""
+        try:
+            copy = self._share.obtain(manifest, lambda into, pulse: self._pull(manifest, into, pulse))
+        except OSError as error:
+            if not self._told:
+                print(f"weights: no copy for all receivers of this host ({error}); each pulls its own", flush=True)
+                self._told = True
+        else:
+            return copy, copy.data
+        buffer = self._free_buffer(manifest)
+        self._pull(manifest, buffer)
+        return None, buffer
+
+    def _pull(self, manifest: Manifest, into: memoryview, pulse: Callable[[], None] = lambda: None) -> None:
         self._puller.address = self._weights_address()
-        self._puller.pull(manifest, buffer)
-        return Prepared(manifest=manifest, data=buffer, transfer_s=time.monotonic() - began, path="zmq")
+        self._puller.pull(manifest, into, pulse)
 
     def _map(self, manifest: Manifest) -> memoryview | None:
         """The segment of this version; None: take ZeroMQ."""
@@ -204,31 +245,38 @@ class Receiver:
                 return None
             raise TransferError("no_segment", f"{error}; weights.path = 'auto' or 'zmq' works across hosts") from None
 
-    def _free_buffer(self, manifest: Manifest) -> memoryview:
-        """One of two buffers that nobody reads; waits until the actor takes the prepared version if both are in use.
+    def _await_room(self, manifest: Manifest) -> None:
+        """Wait until the actor has taken what is prepared, if it holds another version already.
 
         Raises:
-            TransferError: closed, or a newer version was announced, before one was free.
+            TransferError: closed, or a newer version was announced, before it had.
         """
         with self._changed:
             while not self._closed and self._wanted is None:
-                in_use = [p.data for p in (self._lent, self._ready) if p is not None]
-                free = [b for b in self._buffers if not any(b is data for data in in_use)]
-                for buffer in free:
-                    if buffer.nbytes == manifest.nbytes:
-                        return buffer
-                    self._buffers.remove(buffer)
-                if len(self._buffers) < 2:
-                    self._buffers.append(np.empty(manifest.nbytes, np.uint8).data)
-                    return self._buffers[-1]
+                if self._ready is None or self._lent is None:
+                    return
                 self._changed.wait(_IDLE_S)
-        raise TransferError("superseded", f"version {manifest.version}: a newer one came before its buffer was free")
+        raise TransferError("superseded", f"version {manifest.version}: a newer one came before there was room for it")
+
+    def _free_buffer(self, manifest: Manifest) -> memoryview:
+        """One of two buffers, that nobody reads."""
+        with self._changed:
+            in_use = [p.data for p in (self._lent, self._ready) if p is not None]
+            self._buffers = [b for b in self._buffers if b.nbytes == manifest.nbytes or any(b is d for d in in_use)]
+            for buffer in self._buffers:
+                if not any(buffer is data for data in in_use):
+                    return buffer
+            self._buffers.append(np.empty(manifest.nbytes, np.uint8).data)
+            return self._buffers[-1]
 
     def _offer(self, prepared: Prepared) -> None:
         with self._changed:
             self._working = None
             if prepared.manifest.epoch < self._newest[0]:
+                prepared.release()
                 return
+            if self._ready is not None:
+                self._ready.release()
             self._ready = prepared
             self._changed.notify_all()
         os.eventfd_write(self._wake, 1)
@@ -246,3 +294,8 @@ class Receiver:
             os.eventfd_read(self._wake)
         except BlockingIOError:
             return
+
+
+def _identity(manifest: Manifest | None) -> tuple[tuple[int, int], str] | None:
+    """What stays the same wherever its segment lies."""
+    return (manifest.order, manifest.checksum) if manifest is not None else None

@@ -12,21 +12,19 @@ answer, not in seconds, so that a client that was frozen does not blame the serv
 from __future__ import annotations
 
 import math
-import os
-import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
 from async_rl.curve import ClientKeys, secure_client
-from async_rl.data import Annotation, Group
 from async_rl.errors import DeadlineError, HandshakeError, StartAgainError, WireError
 from async_rl.inbox import Inbox
+from async_rl.outbox import Outbox, Payload
 from async_rl.process import cpu_seconds, rss_bytes
 from async_rl.protocol import BEATS_PER_PERIOD, SERVER_GONE_S, is_answer
 from async_rl.wire import (
@@ -42,7 +40,6 @@ from async_rl.wire import (
     unpack_header,
 )
 
-Payload = Sequence[Group | Annotation]
 _LINGER_MS = 1000
 _JOIN_S = 5.0
 _IDLE_S = 1.0
@@ -93,8 +90,7 @@ class Connection:
         self._beat_info = beat_info
         self.weights_address = ""
         """Of the chunk server, as the newest welcome said it."""
-        self._commands: queue.SimpleQueue[tuple[str, dict[str, Any], Payload]] = queue.SimpleQueue()
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._outbox = Outbox()
         self._thread = threading.Thread(target=self._run, name="client", daemon=True)
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -131,8 +127,7 @@ class Connection:
                 self._unacked[item.ordinal, item.attempt] = Unacked(kind, fields, payload[i : i + 1], math.inf)
             if kind == "fail":
                 self._unacked[fields["ordinal"], fields["attempt"]] = Unacked(kind, fields, (), math.inf)
-        self._commands.put((kind, fields, payload))
-        os.eventfd_write(self._wakeup, 1)
+        self._outbox.put((kind, fields, payload))
 
     def handed_over(self, num_tickets: int) -> None:
         """The main thread has taken tickets or leased groups: from now on its credit counts without them."""
@@ -148,11 +143,11 @@ class Connection:
     def close(self) -> None:
         """Say goodbye and end the thread."""
         self._closing.set()
-        os.eventfd_write(self._wakeup, 1)
+        self._outbox.wake()
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
         if not self._thread.is_alive():
-            os.close(self._wakeup)
+            self._outbox.close()
 
     # ------------------------------------------------------------------ I/O thread
 
@@ -183,9 +178,9 @@ class Connection:
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wakeup, zmq.POLLIN)
+        poller.register(self._outbox, zmq.POLLIN)
         while not self._closing.is_set() and not self._over:
-            self._clear_wakeup()
+            self._outbox.clear()
             self._receive()
             self._obey()
             if not self._over:
@@ -269,11 +264,9 @@ class Connection:
 
     def _obey(self) -> None:
         """Send what the main thread has queued; before a welcome, or while the server is missed, it waits."""
-        while self._joined and not self._missed:
-            try:
-                kind, fields, payload = self._commands.get_nowait()
-            except queue.Empty:
-                return
+        if not self._joined or self._missed:
+            return
+        for kind, fields, payload in self._outbox.take():
             if kind in _STICKY:
                 self._sticky[kind] = fields
             if kind == "live":
@@ -332,12 +325,6 @@ class Connection:
     def _end(self, error: Exception) -> None:
         self._over = True
         self._inbox.fail(error)
-
-    def _clear_wakeup(self) -> None:
-        try:
-            os.eventfd_read(self._wakeup)
-        except BlockingIOError:
-            return
 
 
 def _order(version: Mapping[str, Any]) -> tuple[int, int]:

@@ -115,12 +115,16 @@ class Group:
     def num_sampled(self) -> int:
         """Tokens that the policy sampled, or steps of environments in which it acted, in any group off the wire."""
         if self._sampled < 0:
-            versions = self.arrays["versions"]
-            # in an episode each part of an action has a version
-            is_episodes = versions.ndim == 2 and "step_rewards" not in self.arrays
-            num_sampled = sum(self.lengths) if is_episodes else int(np.count_nonzero(versions >= 0))
-            object.__setattr__(self, "_sampled", num_sampled)
+            object.__setattr__(self, "_sampled", self._count_sampled())
         return self._sampled
+
+    def _count_sampled(self) -> int:
+        if "loss_mask" in self.arrays:  # 1 where the version is not -1
+            return int(np.count_nonzero(self.arrays["loss_mask"]))
+        versions = self.arrays["versions"]
+        # in an episode each part of an action has a version
+        is_episodes = versions.ndim == 2 and "step_rewards" not in self.arrays
+        return sum(self.lengths) if is_episodes else int(np.count_nonzero(versions >= 0))
 
     @property
     def oldest_version(self) -> int:
@@ -171,12 +175,12 @@ _SHORT = 2048
 
 def smallest(values: Array) -> Any:
     """Of ``[n]`` at least one; NaN if one is. A short array is searched for its place, in half the time."""
-    return values[values.argmin()].item() if len(values) < _SHORT else values.min().item()
+    return values.item(values.argmin()) if len(values) < _SHORT else values.min().item()
 
 
 def largest(values: Array) -> Any:
     """Of ``[n]`` at least one; NaN if one is."""
-    return values[values.argmax()].item() if len(values) < _SHORT else values.max().item()
+    return values.item(values.argmax()) if len(values) < _SHORT else values.max().item()
 
 
 _UNSIGNED = {size: np.dtype(f"uint{8 * size}") for size in (1, 2, 4, 8)}

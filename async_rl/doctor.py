@@ -26,6 +26,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
+from async_rl.compiler import find_compiler
 from async_rl.config import AnyConfig, Config, ControlConfig, load_any, to_toml
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.launch import control_checks, preflight, roles, task_checks
@@ -163,6 +164,8 @@ def configuration(config: AnyConfig, env: Mapping[str, str], plant: str | None =
             yield _checked("environment", lambda: _environment(config, env, Path(scratch)))
         return
     yield _checked("engine", lambda: _engine(config))
+    if config.learner.compile:
+        yield _checked("compiler", lambda: find_compiler(env))
     yield _checked("problems", lambda: "{} to train on, {} held out".format(*task_checks.check_data(config, env)))
     yield _checked("verifier", lambda: _verifier(config, env))
     yield _checked("rewards", lambda: _rewards(config, env))

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_rl.errors import ConfigError
+from async_rl.lean import import_transformers
+from async_rl.model_reading import empty_model, read_any, read_plain
 
 if TYPE_CHECKING:
     import torch
@@ -146,6 +148,7 @@ def load_tokenizer(path: Path) -> Any:
     Raises:
         ConfigError: there is none, or it cannot be read.
     """
+    import_transformers()
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not any(path.glob("tokenizer*")):  # transformers would make up an empty one
@@ -184,30 +187,24 @@ def load_causal_lm(
     """
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, logging
+
+    import_transformers()
+    from transformers import AutoConfig, logging
 
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
         if not weights:
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
-            return _empty(config, kind, torch.device(device))
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=kind,
-            attn_implementation="sdpa",
-            local_files_only=True,
-            output_loading_info=True,
-            use_safetensors=True,
-        )
+            return empty_model(config, kind, torch.device(device))
+        if (model := read_plain(path, config, kind)) is None:
+            model = read_any(path, kind)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{path}: no causal language model can be loaded: {error}") from None
     finally:
         if bar:
             logging.enable_progress_bar()
-    if info["missing_keys"]:
-        raise ConfigError(f"{path}: the weights lack {sorted(info['missing_keys'])[:5]}; save all of them")
     return model.to(device).eval()
 
 
@@ -241,17 +238,6 @@ def check_head(model: torch.nn.Module) -> None:
             f"{type(model).__name__}: logits differ by {delta:.2e} from output embeddings of the last hidden states: "
             "the architecture transforms its logits and is not supported"
         )
-
-
-def _empty(config: Any, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    with device, torch.no_grad(), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    model.tie_weights()
-    return model.eval()
 
 
 def _read_json(file: Path) -> dict[str, Any]:

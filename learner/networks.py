@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from async_rl.compiler import find_compiler
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.logprobs import token_logprobs
@@ -60,6 +61,19 @@ class Networks:
     def trained(self) -> Mapping[str, nn.Module]:
         """What is trained, by role; the policy comes first."""
         return {"policy": self.policy} | ({"critic": self.critic} if self.critic is not None else {})
+
+    def compile(self) -> None:
+        """Compile the layers of all models, in place, for batches of any size; they keep names and parameters.
+
+        Raises:
+            ConfigError: there is no C++ compiler.
+        """
+        find_compiler()
+        self.policy.base_model.compile(dynamic=True)
+        if self.critic is not None and self.critic.trunk is not None:
+            self.critic.trunk.compile(dynamic=True)
+        if self.reference is not None:
+            self.reference.compile()
 
     def outputs(self, batch: MicroBatch) -> Outputs:
         """All that the objective reads, each ``[M]``, with gradient except the reference's."""
@@ -135,10 +149,13 @@ def load_networks(config: Config, source: Path, device: torch.device) -> Network
         if algorithm.critic == "model":
             trunk = load_causal_lm(resolve_model(config.model.path), "float32", device).base_model
         critic = Critic(policy.get_output_embeddings().weight.shape[1], trunk).to(device)
-    return Networks(
+    networks = Networks(
         policy,
         critic,
         reference,
         temperature=config.sampling.temperature,
         entropy_gradient=algorithm.entropy_coef > 0,
     )
+    if config.learner.compile:
+        networks.compile()
+    return networks

@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch.optim.adamw import adamw
 
 from learner.flat import FlatParameters
 from learner.parking import Parkable
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_EPS = 1e-8
 
 
 class FlatAdamW:
@@ -27,34 +28,50 @@ class FlatAdamW:
 
     def __init__(self, flat: FlatParameters, betas: tuple[float, float], weight_decay: float) -> None:
         self._flat = flat
-        self._parameters: dict[str, nn.Parameter] = {}
-        for role in flat.roles:
-            span = flat.trained_span(role)
-            self._parameters[role] = nn.Parameter(flat.data[span])
-            self._parameters[role].grad = flat.grad[span]
-        groups = [{"params": [parameter]} for parameter in self._parameters.values()]
-        self._adamw = torch.optim.AdamW(groups, betas=betas, weight_decay=weight_decay, fused=True)
+        self._betas = betas
+        self._weight_decay = weight_decay
+        self._spans = {role: flat.trained_span(role) for role in flat.roles}
+        self._states: dict[str, dict[str, torch.Tensor]] = {}
+        """Moments and step count by role, from the first step on."""
         self._parked: list[dict[str, Parkable]] = []
 
+    @torch.no_grad()
     def step(self, rates: Mapping[str, float]) -> None:
         """Update ``flat.data`` with its present gradient, then the working copy; ``rates`` by role."""
-        for role, group in zip(self._parameters, self._adamw.param_groups, strict=True):
-            group["lr"] = rates[role]
-        self._adamw.step()
+        if not self._states:
+            self._states = {role: self._fresh_state(span) for role, span in self._spans.items()}
+        # the function under torch.optim.AdamW: the class imports torch's compiler, which takes longer than torch itself
+        for role, span in self._spans.items():
+            state = self._states[role]
+            adamw(
+                [self._flat.data[span]],
+                [self._flat.grad[span]],
+                [state["exp_avg"]],
+                [state["exp_avg_sq"]],
+                [],
+                [state["step"]],
+                fused=True,
+                amsgrad=False,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                lr=rates[role],
+                weight_decay=self._weight_decay,
+                eps=_EPS,
+                maximize=False,
+            )
         self._flat.refresh()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Moments ``[size]`` and step count ``[]`` on the CPU, for a checkpoint; independent of the number of ranks."""
-        states = self._states()
-        if not all(states):
-            zeros = torch.zeros(self._flat.size)
-            return {"exp_avg": zeros, "exp_avg_sq": zeros.clone(), "step": torch.zeros(())}
-        parts = self._parked or [{name: Parkable(state[name]) for name in _MOMENTS} for state in states]
         moments = {name: torch.zeros(self._flat.size) for name in _MOMENTS}
-        for role, part in zip(self._parameters, parts, strict=True):
+        if not self._states:
+            return moments | {"step": torch.zeros(())}
+        parts = self._parked or self._parkable_moments()
+        for span, part in zip(self._spans.values(), parts, strict=True):
             for name, whole in moments.items():
-                whole[self._flat.trained_span(role)] = part[name].on_cpu()
-        return moments | {"step": states[0]["step"].detach().cpu().clone()}
+                whole[span] = part[name].on_cpu()
+        step = next(iter(self._states.values()))["step"]
+        return moments | {"step": step.detach().cpu().clone()}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from :meth:`state`.
@@ -65,16 +82,15 @@ class FlatAdamW:
         if state["exp_avg"].numel() != self._flat.size:
             raise ValueError(f"moments of {state['exp_avg'].numel()} elements for a vector of {self._flat.size}")
         device = self._flat.data.device
-        for role, parameter in self._parameters.items():
-            span = self._flat.trained_span(role)
+        for role, span in self._spans.items():
             moments = {name: state[name][span].clone().to(device, torch.float32) for name in _MOMENTS}
-            self._adamw.state[parameter] = moments | {"step": state["step"].clone().to(device, torch.float32)}
+            self._states[role] = moments | {"step": state["step"].clone().to(device, torch.float32)}
         self._parked = []
 
     def offload(self) -> None:
         """Give the moments' device memory back."""
-        if not self._parked and all(self._states()):
-            self._parked = [{name: Parkable(state[name]) for name in _MOMENTS} for state in self._states()]
+        if not self._parked and self._states:
+            self._parked = self._parkable_moments()
         for parkable in self._parkables():
             parkable.offload()
 
@@ -83,8 +99,12 @@ class FlatAdamW:
         for parkable in self._parkables():
             parkable.restore()
 
-    def _states(self) -> list[dict[str, torch.Tensor]]:
-        return [self._adamw.state[parameter] for parameter in self._parameters.values()]
+    def _fresh_state(self, span: slice) -> dict[str, torch.Tensor]:
+        part = self._flat.data[span]
+        return {name: torch.zeros_like(part) for name in _MOMENTS} | {"step": part.new_zeros(())}
+
+    def _parkable_moments(self) -> list[dict[str, Parkable]]:
+        return [{name: Parkable(state[name]) for name in _MOMENTS} for state in self._states.values()]
 
     def _parkables(self) -> list[Parkable]:
         return [parkable for part in self._parked for parkable in part.values()]

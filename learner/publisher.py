@@ -2,7 +2,7 @@
 
     flat vector (any device, float32) ──copy, cast──► slot version % 2, or "eval" ──xxh3 per chunk──► Manifest
 
-Each chunk is hashed right after it was copied, while it is still in the cache.
+Each part is hashed right after it was copied, while it is still in the cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import xxhash
 
 from async_rl.errors import ConfigError, WeightsError
 from async_rl.process import host_id
-from async_rl.weights.manifest import Manifest, Tensor, combine
+from async_rl.weights.manifest import CACHED_BYTES, Manifest, Tensor, combine
 from async_rl.weights.segment import SLOTS, Segment
 
 Layout = Sequence[tuple[str, tuple[int, ...], int, int]]
@@ -103,15 +103,21 @@ class Publisher:
     def _copy(self, source: torch.Tensor, data: memoryview) -> tuple[int, ...]:
         target = torch.frombuffer(data, dtype=self._dtype)
         step = self._chunk_bytes // self._dtype.itemsize
-        chunks = []
-        for index, part in enumerate(source.split(step)):
-            first = index * step
-            target[first : first + part.numel()].copy_(
-                part
-            )  # from CUDA this waits for the bytes: the target is pageable
-            begin = index * self._chunk_bytes
-            chunks.append(xxhash.xxh3_64_intdigest(data[begin : begin + self._chunk_bytes]))
-        return tuple(chunks)
+        # a copy from the device is a call of its own: few large ones
+        most = CACHED_BYTES // self._dtype.itemsize if source.device.type == "cpu" else step
+        return tuple(
+            _copy_chunk(target[first : first + step], source[first : first + step], most)
+            for first in range(0, self._numel, step)
+        )
+
+
+def _copy_chunk(target: torch.Tensor, source: torch.Tensor, most: int) -> int:
+    """Copy in parts of at most ``most`` elements; the checksum of the target."""
+    state = xxhash.xxh3_64()
+    for part, new in zip(target.split(most), source.split(most), strict=True):
+        part.copy_(new)  # from CUDA this waits for the bytes: the target is pageable
+        state.update(part.view(torch.uint8).numpy())
+    return state.intdigest()
 
 
 def _allocate(run_id: str, nbytes: int) -> dict[str, Segment]:

@@ -40,6 +40,10 @@ class Reference:
             )
         return logprobs_N[batch.reads_M]
 
+    def compile(self) -> None:
+        """Compile its layers, see :meth:`learner.networks.Networks.compile`."""
+        self._model.base_model.compile(dynamic=True)
+
     def offload(self) -> None:
         """Give the device memory back."""
         for parkable in self._parkables:

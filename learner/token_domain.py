@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers.utils.logging import disable_progress_bar
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
+from async_rl.lean import no_distributed_tensors
 from async_rl.models import load_tokenizer, resolve_model
 from async_rl.wire import Frame, Header
 from learner.domain import Trained
@@ -130,11 +130,14 @@ def model_folder(checkpoint: Path) -> Path:
 
 def save_model(folder: Path, updater: Updater, tokenizer: Any) -> None:
     """Write policy and tokenizer as Hugging Face has them, the critic, and the optimiser's moments."""
+    from transformers.utils.logging import disable_progress_bar
+
     policy = updater.networks.policy
     tensors = updater.flat.tensors("policy")
     tensors |= {name: buffer.detach().cpu().clone() for name, buffer in _persistent_buffers(policy).items()}
     disable_progress_bar()
-    policy.save_pretrained(model_folder(folder), state_dict=tensors)
+    with no_distributed_tensors():
+        policy.save_pretrained(model_folder(folder), state_dict=tensors)
     try:
         tokenizer.save_pretrained(model_folder(folder))
     except Exception as error:  # its Rust part raises no OSError when the disk is full

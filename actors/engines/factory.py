@@ -8,6 +8,7 @@ from pathlib import Path
 from actors.engines.base import Engine
 from async_rl.config import Config
 from async_rl.errors import ConfigError
+from async_rl.lean import import_transformers
 from async_rl.lengths import Lengths
 from async_rl.models import context_length, device_for, stop_token_ids, vocabulary_size
 
@@ -38,6 +39,7 @@ def make_engine(config: Config, model_path: Path, name: str) -> Engine:
 def _torch(config: Config, model_path: Path) -> Engine:
     import torch
 
+    import_transformers()  # before its modules, which the engine imports
     from actors.engines.torch_engine import TorchEngine
 
     return TorchEngine(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from async_rl.errors import WeightsError
-from async_rl.weights.manifest import Manifest, Tensor, chunk_checksums, combine
+from async_rl.weights.manifest import Manifest, Tensor, chunk_checksums, combine, copy_checksum
 
 _STAGE_BYTES = 64 << 20
 """Bytes per copy from host to device."""
@@ -47,15 +47,18 @@ class FlatWeights:
         if manifest.tensors != self._layout or self._flat.numel() != manifest.nbytes:
             check_layout(self._parameters, manifest)
             self._bind(manifest)
-        source = np.frombuffer(data, np.uint8)
         if self._flat.device.type == "cpu":
-            np.copyto(self._flat.numpy(), source)
-        else:
-            for start in range(0, manifest.nbytes, _STAGE_BYTES):
-                part = source[start : start + _STAGE_BYTES].copy()
-                self._flat[start : start + len(part)].copy_(torch.from_numpy(part))
-        held = memoryview(self._flat.cpu().numpy())
-        self._chunks = chunk_checksums(held, manifest.chunk_bytes)
+            held = memoryview(self._flat.numpy())
+            self._chunks = tuple(
+                copy_checksum(manifest.chunk(held, index), manifest.chunk(data, index))
+                for index in range(len(manifest.chunks))
+            )
+            return combine(self._chunks)
+        source = np.frombuffer(data, np.uint8)
+        for start in range(0, manifest.nbytes, _STAGE_BYTES):
+            part = source[start : start + _STAGE_BYTES].copy()
+            self._flat[start : start + len(part)].copy_(torch.from_numpy(part))
+        self._chunks = chunk_checksums(memoryview(self._flat.cpu().numpy()), manifest.chunk_bytes)
         return combine(self._chunks)
 
     def differing(self, manifest: Manifest) -> list[str]:

@@ -1,33 +1,51 @@
-"""The KV cache of the torch engine: one row per distinct token prefix, rows packed from 0, all layers in one tensor.
+"""The KV cache of the torch engine: one row per distinct token prefix, rows of like length together in a tier.
 
-    store [layers, 2, rows, length, kv_heads, head_dim]
-             prefill: rows a..b, positions 0..T are written        decode: one position per row is written,
-             and attention stays inside the prompt                 attention reads rows 0..n, positions 0..attended
+    tier 0 [layers, 2, rows, kv_heads,  32, head_dim]    prefill: whole prompts are written, attention stays inside
+    tier 1 [layers, 2, rows, kv_heads,  64, head_dim]    decode: one position per row is written, and each tier is
+    ...                                                  attended to by itself, as far as its longest row reaches
 
-Samples of one prompt share its row until they draw different tokens; then the row is copied (:func:`plan_rows`).
-Storage grows with the longest sequence and the most rows seen, never with the model's context.
+A few long sequences among many short ones so cost what they are long, in memory and in time. All is allocated once and
+grows with the rows seen, never with the model's context. Which row is where: :mod:`actors.engines.rows`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import Cache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import AttentionInterface
 
+from actors.engines.rows import Copy, Ints
 from async_rl.errors import ConfigError
 
-ATTENTION = "async_rl_grouped"
-"""Name under which :func:`grouped_attention` is known to transformers."""
-_STEP = 16
-"""Rows and positions are allocated in multiples of this."""
+_ROWS, _POSITIONS = 16, 8
+"""Rows are allocated, and positions attended to, in multiples of this."""
+_SHORTEST = 32
+"""Positions of the first tier."""
+_LONGEST = 1 << 24
 
-Ints = npt.NDArray[np.int64]
+
+@dataclass(slots=True)
+class Part:
+    """The rows of one tier in a decode step."""
+
+    tier: int
+    num_rows: int
+    seen: torch.Tensor
+    """bool [num_rows, attended]: which positions a row attends to."""
+    index: torch.Tensor
+    """[num_rows * kv_heads] where the new keys lie among all positions of the tier."""
+    _bias: torch.Tensor | None = None
+
+    def bias(self, kv_heads: int) -> torch.Tensor:
+        """float32 [num_rows * kv_heads, 1, attended]: 0 where seen, else minus infinity."""
+        if self._bias is None:
+            bias = torch.zeros(self.seen.shape, device=self.seen.device).masked_fill_(~self.seen, -torch.inf)
+            self._bias = bias.repeat_interleave(kv_heads, 0)[:, None]
+        return self._bias
 
 
 class KVCache(Cache):
@@ -36,78 +54,117 @@ class KVCache(Cache):
     Args:
         layers, kv_heads, head_dim: the model's shape.
         dtype, device: of the stored tensors.
+        tiers: whether the model's attention is :func:`~actors.engines.attention.tiered_attention`; else all rows are
+            in one tier, as long as the longest of them.
     """
 
-    def __init__(self, *, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, *, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, tiers: bool
+    ) -> None:
         super().__init__(layers=[])
-        # zeros, not empty: masked positions have weight 0, and 0 times a stray NaN would still be NaN
-        self._store = torch.zeros((layers, 2, 0, 0, kv_heads, head_dim), dtype=dtype, device=device)
-        self._prefill: slice | None = None
-        self._rows = torch.empty(0, dtype=torch.int64, device=device)
-        self._positions = self._rows
-        self._attended = 0
+        self._shape = layers, kv_heads, head_dim
+        self._dtype, self._device = dtype, device
+        self._lengths = _tier_lengths(device.type == "cpu") if tiers else np.array([_LONGEST])
+        self._tiers = tiers
+        self._stores: dict[int, torch.Tensor] = {}
+        self._prefill: Sequence[tuple[int, torch.Tensor, torch.Tensor, int]] | None = None
+        self._counted = torch.arange(_SHORTEST, device=device)
+        self.parts: list[Part] = []
+        """Of the decode step that was begun last."""
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return int(self._store.numel() * self._store.element_size())
+        return sum(store.numel() * store.element_size() for store in self._stores.values())
 
-    def reserve(self, rows: int, length: int) -> None:
-        """Make room for ``rows`` rows of ``length`` positions; what is stored stays."""
-        old = self._store
-        have_rows, have_length = old.shape[2:4]
-        if rows <= have_rows and length <= have_length:
-            return
-        rows = have_rows if rows <= have_rows else max(_round_up(rows), have_rows * 3 // 2)
-        length = have_length if length <= have_length else max(_round_up(length), have_length * 3 // 2)
-        self._store = torch.zeros((*old.shape[:2], rows, length, *old.shape[4:]), dtype=old.dtype, device=old.device)
-        self._store[:, :, :have_rows, :have_length] = old
+    def tier_for(self, length: Ints) -> Ints:
+        """The tier of rows that hold ``length`` positions."""
+        return np.searchsorted(self._lengths, length)
 
     def free(self) -> None:
         """Give the memory back; no row is in use."""
-        self._store = self._store[:, :, :0, :0].clone()
+        self._stores.clear()
+        self.parts = []
 
-    def begin_prefill(self, first_row: int, num_rows: int) -> None:
-        """Say that the next forward reads whole prompts [num_rows, length] into rows from ``first_row``."""
-        self._prefill = slice(first_row, first_row + num_rows)
+    def begin_prefill(self, tier: Ints, place: Ints, length: int) -> None:
+        """Say that the next forward reads whole prompts [num_rows, length], padded on the right, into these rows."""
+        writes = []
+        for number in np.unique(tier).tolist():
+            at = np.flatnonzero(tier == number)
+            # a tier holds its prompts whole; what is cut of a longer batch is padding
+            kept = min(length, int(self._lengths[number]))
+            self._reserve(number, int(place[at].max()) + 1, kept)
+            index = torch.from_numpy(np.stack([at, place[at]])).to(self._device)
+            writes.append((number, index[0], index[1], kept))
+        self._prefill = writes
 
-    def begin_decode(self, positions: torch.Tensor, longest: int) -> torch.Tensor:
-        """Say that the next forward reads one token per row, at ``positions`` [num_rows], the largest ``longest``.
+    def begin_decode(self, tier: Ints, length: Ints) -> torch.Tensor:
+        """Say that the next forward reads one token per row.
+
+        Args:
+            tier: [num_rows] of each row, not decreasing; the rows of a tier are at its places from 0 on.
+            length: [num_rows] positions that each row holds, which is the position of its new one.
 
         Returns:
-            The attention mask, bool [num_rows, 1, 1, attended].
+            What to give to the model as attention mask.
         """
-        self._prefill, self._positions = None, positions
-        num_rows = len(positions)
-        if len(self._rows) != num_rows:
-            self._rows = torch.arange(num_rows, device=positions.device)
-        self._attended = min(-(-(longest + 1) // 8) * 8, self._store.shape[3])
-        seen = torch.arange(self._attended, device=positions.device) <= positions[:, None]
-        return seen[:, None, None, :]
+        self._prefill = None
+        layers, heads, dim = self._shape
+        numbers, first, counts = np.unique(tier, return_index=True, return_counts=True)
+        longest = np.maximum.reduceat(length, first)
+        capacity = [self._reserve(*part) for part in zip(numbers.tolist(), counts.tolist(), (longest + 1).tolist())]
+        place = np.arange(len(tier)) - np.repeat(first, counts)
+        index = ((place[:, None] * heads + np.arange(heads)) * np.repeat(capacity, counts)[:, None] + length[:, None])
+        host = torch.from_numpy(np.concatenate([length, index.ravel()])).to(self._device)
+        positions, index_device = host[: len(tier)], host[len(tier) :]
+        self.parts = []
+        for number, start, count, most in zip(numbers.tolist(), first.tolist(), counts.tolist(), longest.tolist()):
+            attended = -(-(most + 1) // _POSITIONS) * _POSITIONS
+            seen = self._range(attended) <= positions[start : start + count, None]
+            self.parts.append(Part(number, count, seen, index_device[start * heads : (start + count) * heads]))
+        return self.parts[0].seen[:, None, None]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys and values [rows, kv_heads, new, head_dim]; return those to attend to."""
-        keys, values = self._store[layer_idx]
-        if key_states.shape[1::2] != keys.shape[2:]:
-            raise ConfigError(f"layer {layer_idx} has KV {tuple(key_states.shape[1::2])}, not {tuple(keys.shape[2:])}")
-        if self._prefill is not None:
-            length = key_states.shape[2]
-            keys[self._prefill, :length] = key_states.transpose(1, 2)
-            values[self._prefill, :length] = value_states.transpose(1, 2)
-            return key_states, value_states
-        keys[self._rows, self._positions] = key_states[:, :, 0]
-        values[self._rows, self._positions] = value_states[:, :, 0]
-        read = slice(0, len(self._rows)), slice(0, self._attended)
-        return keys[read].transpose(1, 2), values[read].transpose(1, 2)
+        """Store new keys and values [rows, kv_heads, new, head_dim]; return those to attend to.
 
-    def copy_rows(self, source: Ints, target: Ints, length: int) -> None:
-        """Copy the first ``length`` positions of rows ``source`` to rows ``target``; the two are disjoint."""
-        if len(source):
-            self.reserve(int(target.max()) + 1, length)
-            index = torch.from_numpy(np.stack([source, target])).to(self._store.device)
-            self._store[:, :, index[1], :length] = self._store[:, :, index[0], :length]
+        With tiers and while decoding these are none: attention asks :meth:`read`.
+        """
+        if key_states.shape[1::2] != self._shape[1:]:
+            raise ConfigError(f"layer {layer_idx} has KV {tuple(key_states.shape[1::2])}, not {self._shape[1:]}")
+        if self._prefill is not None:
+            for tier, source, place, length in self._prefill:
+                keys, values = self._stores[tier][layer_idx]
+                keys[place, :, :length] = key_states[source, :, :length]
+                values[place, :, :length] = value_states[source, :, :length]
+            return key_states, value_states
+        self.write(key_states[:, :, 0], value_states[:, :, 0], layer_idx)
+        none = key_states[:, :, :0], value_states[:, :, :0]
+        return none if self._tiers else self.read(self.parts[0], layer_idx)
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> None:
+        """Store the new keys and values [rows, kv_heads, head_dim] of a decode step; rows beyond its own are padding."""
+        end, dim = 0, keys.shape[-1]
+        for part in self.parts:
+            begin, end = end, end + part.num_rows
+            for kind, new in enumerate((keys, values)):
+                held = self._stores[part.tier][layer_idx, kind].view(-1, dim)
+                held.index_copy_(0, part.index, new[begin:end].reshape(-1, dim))
+
+    def read(self, part: Part, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [num_rows, kv_heads, attended, head_dim] of a tier's rows."""
+        keys, values = self._stores[part.tier][layer_idx, :, : part.num_rows, :, : part.seen.shape[1]]
+        return keys, values
+
+    def copy(self, copies: Sequence[Copy], length: int) -> None:
+        """Carry out the copies of a plan, as far as the first ``length`` positions."""
+        for copy in copies:
+            kept = min(length, int(self._lengths[copy.source_tier]))
+            self._reserve(copy.target_tier, int(copy.target.max()) + 1, kept)
+            index = torch.from_numpy(np.stack([copy.source, copy.target])).to(self._device)
+            source, target = self._stores[copy.source_tier], self._stores[copy.target_tier]
+            target[:, :, index[1], :, :kept] = source[:, :, index[0], :, :kept]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions before a prefill: none, a prompt is read at once; decoding passes its positions and mask."""
@@ -117,75 +174,44 @@ class KVCache(Cache):
         """Length and offset of the keys of a prefill."""
         return query_length, 0
 
+    def _range(self, length: int) -> torch.Tensor:
+        if len(self._counted) < length:
+            self._counted = torch.arange(2 * length, device=self._device)
+        return self._counted[:length]
 
-@dataclass(frozen=True, slots=True)
-class RowPlan:
-    """Which row each sample is on next, and which rows must be copied first. Rows are packed from 0."""
+    def _reserve(self, tier: int, rows: int, length: int) -> int:
+        """Make room in a tier; what is stored stays. Only without tiers its length grows. Returns its length."""
+        layers, heads, dim = self._shape
+        old = self._stores.get(tier)
+        have_rows, have_length = (old.shape[2], old.shape[4]) if old is not None else (0, 0)
+        if rows <= have_rows and length <= have_length:
+            return int(have_length)
+        rows = have_rows if rows <= have_rows else max(_round_up(rows), have_rows * 3 // 2)
+        if self._tiers:
+            length = int(self._lengths[tier])
+        else:
+            length = have_length if length <= have_length else max(_round_up(length), have_length * 3 // 2)
+        length = _round_up(length)  # so that attention may read whole steps of positions
+        # zeros, not empty: masked positions have weight 0, and 0 times a stray NaN would still be NaN
+        store = torch.zeros((layers, 2, rows, heads, length, dim), dtype=self._dtype, device=self._device)
+        if old is not None:
+            store[:, :, :have_rows, :, :have_length] = old
+        self._stores[tier] = store
+        return int(store.shape[4])
 
-    row: Ints
-    """[num_samples] next row of each sample."""
-    parent: Ints
-    """[num_rows] the row that each next row continues."""
-    token: Ints
-    """[num_rows] the token that it continues with."""
-    source: Ints
-    """[num_copies] rows to copy ..."""
-    target: Ints
-    """[num_copies] ... to these, which nothing continues."""
 
+def _tier_lengths(fine: bool) -> Ints:
+    """Positions of each tier. A row is copied once a tier: finely, since the CPU pays for each padded position.
 
-def plan_rows(rows: Ints, tokens: Ints) -> RowPlan:
-    """Give one row to each distinct (row, token); the first child of a row stays on it where that keeps rows packed.
-
-    Args:
-        rows: [num_samples] current row of each sample that goes on.
-        tokens: [num_samples] the token that it drew, not negative.
+    Elsewhere a call costs more than padding, and tiers double.
     """
-    base = int(tokens.max()) + 1 if len(tokens) else 1
-    children, row_of = np.unique(rows * base + tokens, return_inverse=True)
-    num_rows = len(children)
-    parent, token = children // base, children % base
-    stays = np.ones(num_rows, bool)
-    stays[1:] = parent[1:] != parent[:-1]
-    stays &= parent < num_rows
-    hole = np.ones(num_rows, bool)
-    hole[parent[stays]] = False
-    place = np.empty(num_rows, np.int64)
-    place[stays] = parent[stays]
-    place[~stays] = target = np.flatnonzero(hole)
-    order = np.argsort(place)
-    return RowPlan(place[row_of], parent[order], token[order], parent[~stays], target)
-
-
-def grouped_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of transformers' sdpa; one-token queries of a KV head are folded into its query axis.
-
-    With grouped-query attention sdpa would first copy keys and values for each query head. Folded, the ``heads //
-    kv_heads`` queries of a KV head attend as if they were that many tokens: same numbers, no copy.
-    """
-    batch, heads, length, dim = query.shape
-    kv_heads = key.shape[1]
-    if length > 1 or heads == kv_heads or kwargs.get("position_bias") is not None:
-        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-        return out, None
-    folded = query.reshape(batch, kv_heads, heads // kv_heads, dim)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        folded, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
-    )
-    return out.reshape(batch, 1, heads, value.shape[-1]), None
-
-
-AttentionInterface.register(ATTENTION, grouped_attention)
+    lengths = [_SHORTEST if fine else 8 * _SHORTEST]
+    while lengths[-1] < _LONGEST:
+        longest = lengths[-1]
+        grown = -(-max(longest + _SHORTEST, longest * 5 // 4) // _SHORTEST) * _SHORTEST
+        lengths.append(grown if fine else 2 * longest)
+    return np.asarray(lengths)
 
 
 def _round_up(size: int) -> int:
-    return -(-size // _STEP) * _STEP
+    return -(-size // _ROWS) * _ROWS

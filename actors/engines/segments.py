@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,14 +19,21 @@ _KEEP = 4
 """Segments that stay mapped: versions alternate between few files, and first touch of a mapping is slow."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    path: str
+    descriptor: int
+    view: mmap.mmap
+
+
 class Segments:
-    """Mappings of segment files by path, kept for reuse while the same file is behind the path.
+    """Mappings of segment files, kept for reuse as long as there is the file, under whatever name.
 
     A plain ``mmap``: ``multiprocessing.shared_memory`` would unlink the learner's segment when this process ends.
     """
 
     def __init__(self) -> None:
-        self._mapped: dict[str, tuple[tuple[int, int, int], mmap.mmap]] = {}
+        self._mapped: dict[tuple[int, int, int], _Mapped] = {}
 
     def map(self, path: str, nbytes: int) -> memoryview:
         """Map the file and return its first ``nbytes``, faulted in; writes to them stay private.
@@ -33,41 +41,45 @@ class Segments:
         Raises:
             WeightsError: no such file, or it is shorter.
         """
-        self._forget_replaced()
-        if path not in self._mapped:
-            try:
-                descriptor = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise WeightsError(f"weight segment {path} cannot be opened: {error.strerror}") from None
-            try:
-                status = os.fstat(descriptor)
-                if status.st_size < max(nbytes, 1):
-                    raise WeightsError(f"weight segment {path} has {status.st_size} bytes, {nbytes} were published")
-                view = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY)
-            finally:
-                os.close(descriptor)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise WeightsError(f"weight segment {path} cannot be opened: {error.strerror}") from None
+        status = os.fstat(descriptor)
+        identity = _identity(status)
+        if identity in self._mapped or status.st_size < max(nbytes, 1):
+            os.close(descriptor)
+        else:
+            self._forget_removed()
+            view = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY)
             # now, not while the engine is paused for a swap; MAP_POPULATE would copy the pages of a private mapping
             np.frombuffer(view, np.uint8)[:: mmap.PAGESIZE].max()
-            self._mapped[path] = (_identity(status), view)
+            self._mapped[identity] = _Mapped(path, descriptor, view)
             while len(self._mapped) > _KEEP:
-                del self._mapped[next(iter(self._mapped))]
-        _, view = self._mapped[path]
-        if len(view) < nbytes:
-            raise WeightsError(f"weight segment {path} has {len(view)} bytes, {nbytes} were published")
-        return memoryview(view)[:nbytes]
+                self._drop(next(iter(self._mapped)))
+        if status.st_size < max(nbytes, 1):
+            raise WeightsError(f"weight segment {path} has {status.st_size} bytes, {nbytes} were published")
+        return memoryview(self._mapped[identity].view)[:nbytes]
 
     def close(self) -> None:
         """Drop all mappings; memory goes back when nothing refers to it any more."""
-        self._mapped.clear()
+        for identity in list(self._mapped):
+            self._drop(identity)
 
-    def _forget_replaced(self) -> None:
-        for path, (identity, _) in list(self._mapped.items()):
+    def _forget_removed(self) -> None:
+        """Drop files that have no name any more, and are not at their path (which a :class:`Staging` is)."""
+        for identity, mapped in list(self._mapped.items()):
+            if os.fstat(mapped.descriptor).st_nlink:
+                continue
             try:
-                same = _identity(os.stat(path)) == identity
+                same = _identity(os.stat(mapped.path)) == identity
             except OSError:
                 same = False
             if not same:
-                del self._mapped[path]
+                self._drop(identity)
+
+    def _drop(self, identity: tuple[int, int, int]) -> None:
+        os.close(self._mapped.pop(identity).descriptor)
 
 
 class Staging:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.engines.base import Completion, Request
-from actors.engines.kv_cache import Ints
+from actors.engines.rows import Ints
 from actors.engines.sampling import uniforms
 
 _QUANTA = 16

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,9 +21,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from actors.engines.attention import ATTENTION
 from actors.engines.base import Completion, Request
+from actors.engines.decoder import Decoder, decodes
 from actors.engines.flat_weights import FlatWeights
-from actors.engines.kv_cache import ATTENTION, KVCache, plan_rows
+from actors.engines.kv_cache import KVCache
+from actors.engines.linear import padded, use_onednn
+from actors.engines.rows import Ints, plan_rows
 from actors.engines.sampling import sample_tokens
 from actors.engines.slots import Slots
 from async_rl.errors import AsyncRLError, WeightsError
@@ -63,26 +68,34 @@ class TorchEngine:
         kv_cache: Literal["keep", "recompute"] = "keep",
     ) -> None:
         self._model = load_causal_lm(model_path, dtype, device, weights=False).requires_grad_(False)
-        if getattr(self._model, "_supports_attention_backend", False):
+        self._tiers = bool(getattr(self._model, "_supports_attention_backend", False))
+        self._pads = use_onednn(self._model) and self._tiers
+        if self._tiers:
             self._model.set_attn_implementation(ATTENTION)
         self._head = self._model.get_output_embeddings()
         self._device, self._context, self._recompute = device, context, kv_cache == "recompute"
         config = self._model.config
         self._vocab = int(config.vocab_size)
-        self._cache = KVCache(
+        make_cache = partial(
+            KVCache,
             layers=config.num_hidden_layers,
             kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             dtype=dtype,
             device=device,
+            tiers=self._tiers,
         )
+        self._cache, self._probe_cache = make_cache(), make_cache()
+        self._decoder = Decoder(self._model) if self._tiers and decodes(self._model) else None
         self._weights = FlatWeights(self._model)
         self._version = -1
         self._proven = False
         self._last_pause_s = 0.0
         self._slots = Slots(slots, stop_token_ids)
-        self._cached = np.empty(0, np.int64)  # [num_rows] positions of each row that the cache holds
-        self._pending = np.empty(0, np.int64)  # [num_rows] token of each row that was drawn but not yet read
+        self._cached: Ints = np.empty(0, np.int64)  # [num_rows] positions of each row that the cache holds
+        self._pending: Ints = np.empty(0, np.int64)  # [num_rows] token of each row that was drawn but not yet read
+        self._tier: Ints = np.empty(0, np.int64)  # [num_rows] where the cache has each row
+        self._place: Ints = np.empty(0, np.int64)
 
     @property
     def version(self) -> int:
@@ -136,8 +149,8 @@ class TorchEngine:
         with torch.inference_mode():
             hidden = self._decode() if len(self._cached) else []
             new = [np.asarray(request.prompt, np.int64) for request in self._slots.admit(len(self._cached))]
-            hidden += self._prefill(len(self._cached), new)
-            self._cached = np.concatenate([self._cached, [len(p) for p in new]]).astype(np.int64)
+            if new:
+                hidden.append(self._prefill(self._append(np.array([len(prompt) for prompt in new])), new))
             tokens, logprobs = self._sample(torch.cat(hidden))
             rows = self._slots.row[self._slots.active]
             completions, going = self._slots.record(tokens, logprobs, self._version)
@@ -161,11 +174,15 @@ class TorchEngine:
             )
         if self._version < 0:
             check_head(self._model)
+            if self._decoder is not None and not self._decoder.agrees(self._probe_cache):
+                self._decoder = None
+            self._probe_cache.free()
         self._version, self._proven = manifest.version, True
         if self._recompute and len(self._cached):
             prefixes = self._slots.prefixes(len(self._cached))
             with torch.inference_mode():
-                self._prefill(0, [p[:n].astype(np.int64) for p, n in zip(prefixes, self._cached, strict=True)])
+                read = [p[:n].astype(np.int64) for p, n in zip(prefixes, self._cached, strict=True)]
+                self._prefill(np.arange(len(read)), read)
         self._last_pause_s = time.perf_counter() - began
         return checksum
 
@@ -211,10 +228,14 @@ class TorchEngine:
             raise ValueError(f"request {request.id}: a prompt token lies outside the vocabulary of {self._vocab}")
 
     def _decode(self) -> list[torch.Tensor]:
-        longest = int(self._cached.max())
-        self._cache.reserve(len(self._cached), longest + 1)
-        inputs = torch.from_numpy(np.stack([self._pending, self._cached])).to(self._device)
-        mask = self._cache.begin_decode(inputs[1], longest)
+        mask = self._cache.begin_decode(self._tier, self._cached)
+        num_rows = len(self._cached)
+        inputs_host = np.zeros((2, padded(num_rows) if self._pads else num_rows), np.int64)
+        inputs_host[:, :num_rows] = self._pending, self._cached
+        inputs = torch.from_numpy(inputs_host).to(self._device)
+        if self._decoder is not None:
+            self._cached = self._cached + 1
+            return [self._decoder.forward(inputs[0], inputs[1], self._cache)[:num_rows]]
         hidden = last_hidden(
             self._model,
             inputs[0][:, None],
@@ -222,19 +243,32 @@ class TorchEngine:
             position_ids=inputs[1][:, None],
             past_key_values=self._cache,
             use_cache=True,
+            **({"tiers": self._cache} if self._tiers else {}),
         )
         self._cached = self._cached + 1
-        return [hidden[:, 0]]
+        return [hidden[:num_rows, 0]]
 
-    def _prefill(self, first_row: int, prompts: list[npt.NDArray[np.int64]]) -> list[torch.Tensor]:
-        """Read whole prompts into rows from ``first_row``; last hidden states, in order."""
+    def _append(self, lengths: Ints) -> Ints:
+        """Rows for prompts, behind the others; their numbers."""
+        rows = np.arange(len(lengths)) + len(self._cached)
+        tier = self._cache.tier_for(lengths + 1)
+        place = np.empty_like(tier)
+        for number in np.unique(tier):
+            place[tier == number] = np.arange((tier == number).sum()) + (self._tier == number).sum()
+        self._cached = np.concatenate([self._cached, lengths])
+        self._tier, self._place = np.concatenate([self._tier, tier]), np.concatenate([self._place, place])
+        return rows
+
+    def _prefill(self, rows: Ints, prompts: Sequence[Ints]) -> torch.Tensor:
+        """Read whole prompts into rows, those of like length together; last hidden states [num_prompts, hidden]."""
+        lengths = np.array([len(prompt) for prompt in prompts])
+        order = np.argsort(lengths, kind="stable")
         hidden = []
-        for start, stop in _chunks([len(p) for p in prompts], _PREFILL_TOKENS):
-            lengths = np.asarray([len(p) for p in prompts[start:stop]])
-            ids = np.zeros((stop - start, lengths.max()), np.int64)
-            ids[np.arange(ids.shape[1]) < lengths[:, None]] = np.concatenate(prompts[start:stop])
-            self._cache.reserve(first_row + stop, ids.shape[1])
-            self._cache.begin_prefill(first_row + start, stop - start)
+        for start, stop in _chunks(lengths[order].tolist(), _PREFILL_TOKENS):
+            chosen = order[start:stop]
+            ids = np.zeros((stop - start, lengths[chosen[-1]]), np.int64)
+            ids[np.arange(ids.shape[1]) < lengths[chosen, None]] = np.concatenate([prompts[i] for i in chosen])
+            self._cache.begin_prefill(self._tier[rows[chosen]], self._place[rows[chosen]], ids.shape[1])
             # padded on the right: what comes after a prompt's end is not seen by it, and overwritten later
             states = last_hidden(
                 self._model,
@@ -243,9 +277,10 @@ class TorchEngine:
                 past_key_values=self._cache,
                 use_cache=True,
             )
-            index = torch.from_numpy(np.stack([np.arange(len(lengths)), lengths - 1])).to(self._device)
+            index = torch.from_numpy(np.stack([np.arange(len(chosen)), lengths[chosen] - 1])).to(self._device)
             hidden.append(states[index[0], index[1]])
-        return hidden
+        back = torch.from_numpy(np.argsort(order)).to(self._device)
+        return torch.cat(hidden)[back]
 
     def _sample(self, hidden: torch.Tensor) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Token and log-probability of each running sample, in one transfer to the host."""
@@ -264,10 +299,11 @@ class TorchEngine:
 
     def _branch(self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> None:
         """Give each distinct continuation of a row its own row, and free rows that nothing continues."""
-        plan = plan_rows(rows, tokens)
-        if len(plan.source):
-            self._cache.copy_rows(plan.source, plan.target, int(self._cached[plan.source].max()))
+        plan = plan_rows(rows, tokens, self._tier, self._place, self._cache.tier_for(self._cached + 1))
+        if plan.copies:
+            self._cache.copy(plan.copies, int(self._cached.max()))
         self._cached, self._pending = self._cached[plan.parent], plan.token
+        self._tier, self._place = plan.tier, plan.place
         self._slots.move(plan.row)
 
 

@@ -1,11 +1,12 @@
 """``bench buffer``: how many trajectories a second the buffer server takes, and how long an actor waits for the answer.
 
     mock actors, mock learner (load.py, one thread here) ◄─ loopback TCP ─► the real server, journal on (served.py)
-                                                         ◄─ loopback TCP ─► a bare ROUTER that acknowledges each message
+    as many DEALERs (load_bare.py, the same thread)      ◄─ loopback TCP ─► a bare ROUTER that acknowledges each message
 
 A trajectory is one sequence of about ``--bytes`` bytes (13 a token: token, mask, log-probability, version). The server
-is sent groups: one message, one ticket and one row of an acknowledgement each, and is measured with groups of one
-trajectory, where each pays for all of these, and with groups of the default size. *Sustained*: each ticket is answered
+is sent groups, each with a ticket and a row of an acknowledgement of its own, and is measured with groups of one
+trajectory, where each pays for these, and with groups of the default size. What an actor has to send at one moment goes
+as one message, as a client's thread sends it. *Sustained*: each ticket is answered
 as soon as it comes, and the learner takes every step as soon as it is full and calls it trained. *Latency*: groups fall
 due at random moments (Poisson) at half of the rate that is asked for, whatever the server does; from then to the
 acknowledgement.
@@ -21,7 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from async_rl.bench.figures import REPEATS, Figure, paired, show
-from async_rl.bench.load import BareLoad, Load
+from async_rl.bench.load import Load
+from async_rl.bench.load_bare import BareLoad
 from async_rl.bench.served import EchoProcess, ServerProcess
 
 BAR_RATE, BAR_P99_MS = 15_000.0, 5.0
@@ -68,7 +70,9 @@ def _both(nbytes: int, actors: int, size: int) -> Iterator[tuple[ServerProcess, 
         ServerProcess(Path(folder) / "s", groups_per_step=_STEP // size, group_size=size, max_staleness=2) as server,
         EchoProcess(Path(folder) / "e") as echo,
         Load(server, num_actors=actors, nbytes=nbytes, stock=stock) as load,
-        BareLoad(echo.address, num_actors=actors, size=size, nbytes=nbytes, stock=stock) as bare,
+        BareLoad(
+            echo.address, num_actors=actors, size=size, nbytes=nbytes, stock=stock, beside=load.keep_alive
+        ) as bare,
     ):
         yield server, load, bare
 

@@ -72,6 +72,33 @@ def learner(
     _run_module("learner.bench.learner", options)
 
 
+@app.command()
+def engine(
+    out: Out = None,
+    case: Annotated[
+        str, typer.Option(metavar="lengths|task", help="log-normal lengths, or sums in groups of 16; empty: both")
+    ] = "",
+    baseline: Annotated[
+        str, typer.Option(metavar="vllm|loop", help="empty: vllm where it is installed, else a plain loop")
+    ] = "",
+    model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Hugging Face folder; empty: tiny")] = None,
+    slots: Annotated[int, typer.Option(min=0, help="sequences decoded together; 0: 256, then 1,024")] = 0,
+    sequences: Annotated[int, typer.Option(min=0, help="in all; 0: three times the slots")] = 0,
+    repeats: Repeats = DEFAULT_REPEATS,
+) -> None:
+    """Tokens per second of the embedded engine, slots refilled, beside vLLM's CPU build or a plain loop; one thread."""
+    options = {
+        "case": case,
+        "baseline": baseline,
+        "model": model,
+        "slots": slots,
+        "sequences": sequences,
+        "repeats": repeats,
+        "out": out,
+    }
+    _run_module("actors.bench.engine", options)
+
+
 def _run_module(module: str, options: Mapping[str, object]) -> None:
     """Run ``python -m module`` with those options that are given; its exit code becomes ours."""
     given = [word for name, value in options.items() if value for word in (f"--{name}", str(value))]
@@ -107,3 +134,16 @@ def transport(
     from async_rl.units import parse_bytes
 
     run(nbytes=parse_bytes(nbytes), count=count, repeats=repeats, out=out)
+
+
+@app.command()
+def weights(
+    megabytes: Annotated[float, typer.Option(min=0.001, help="of a version")] = 500.0,
+    receivers: Annotated[str, typer.Option(help="processes that receive over TCP, such as 1,4")] = "1,4",
+    repeats: Repeats = DEFAULT_REPEATS,
+    out: Out = None,
+) -> None:
+    """From publishing to verified bytes: shared memory beside a memcpy, TCP beside raw pyzmq with the same frames."""
+    from async_rl.bench.weights import weights as run
+
+    run(nbytes=round(megabytes * 1e6), receivers=receivers, repeats=repeats, out=out)

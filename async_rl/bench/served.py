@@ -1,7 +1,7 @@
 """What benchmarks of the buffer talk to: the real server in a process of its own, and a bare ROUTER beside it.
 
 ServerProcess ─► python -m async_rl.buffer.server CONFIG --out DIR     (a model folder of one file says the sizes)
-EchoProcess   ─► python -m async_rl.bench.served      acknowledges each message by a short frame, or sends what is asked
+EchoProcess   ─► python -m async_rl.bench.served [keep] [reuse]    a bare ROUTER: acknowledges each message
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import msgpack
 import zmq
 
+from async_rl.buffer.memory import keep_free_memory
 from async_rl.config import Config, parse_config, to_toml
 from async_rl.errors import DeadlineError
 from async_rl.process import die_with_parent
 from async_rl.runfolder import read_json
 from async_rl.weights.manifest import Manifest, Tensor, chunk_checksums, combine
 from async_rl.weights.segment import Segment, unlink_run
-from async_rl.wire import send_frames
+from async_rl.wire import Frame, receive_frames, send_frames
 
 START_S = 60.0
 """A child process may take so long to listen, and to end."""
@@ -147,12 +147,16 @@ class ServerProcess(Child):
 class EchoProcess(Child):
     """A ROUTER that takes each message out of the socket and acknowledges it, and does nothing else.
 
-    What begins with :data:`GET` is answered by frames of the sizes that follow, as a msgpack list.
+    Args:
+        folder: for its log.
+        keeps: it holds the frames of all messages until somebody says :data:`GET`, who gets them in one message.
+        reuses: it has the allocator's settings of the server, see :mod:`async_rl.buffer.memory`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, keeps: bool = False, reuses: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        super().__init__([sys.executable, "-m", "async_rl.bench.served"], folder / "echo.log")
+        options = [*(["keep"] if keeps else []), *(["reuse"] if reuses else [])]
+        super().__init__([sys.executable, "-m", "async_rl.bench.served", *options], folder / "echo.log")
         try:
             self.address = self.line("tcp://").strip()
         except BaseException:
@@ -176,29 +180,34 @@ def _cpu_s(stat: Path) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
-def echo() -> None:
+def echo(*, keeps: bool, reuses: bool) -> None:
     """The process of :class:`EchoProcess`: its loop ends with its parent."""
     die_with_parent()
+    if reuses:
+        keep_free_memory()
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.bind("tcp://127.0.0.1:*")
     print(socket.getsockopt_string(zmq.LAST_ENDPOINT), flush=True)
-    made: dict[int, bytes] = {}
+    kept: list[Frame] = []
     while True:
         socket.poll(_LOOK_MS)
         while True:
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            if frames[1].bytes != GET:
-                send_frames(socket, [frames[0].bytes, b"ack"])
+            frames = receive_frames(socket)
+            if frames == [GET]:
+                send_frames(socket, [identity, *kept])
+                kept.clear()
                 continue
-            answer = [made.setdefault(size, bytes(size)) for size in msgpack.unpackb(frames[2].bytes)]
-            send_frames(socket, [frames[0].bytes, *answer])
+            send_frames(socket, [identity, b"ack"])
+            if keeps:
+                kept += frames
 
 
 if __name__ == "__main__":
-    echo()
+    echo(keeps="keep" in sys.argv[1:], reuses="reuse" in sys.argv[1:])

@@ -1,11 +1,15 @@
 """``bench transport``: bytes a second from an actor to the buffer server, and from there to a learner.
 
-    Client of an actor (here)   ──submit──► the real server, journal on ──ack──►     beside   DEALER ─► ROUTER ─► ack
-    Client of a learner (here)  ◄──shard─── the same server ◄──next──                beside   DEALER ◄─ ROUTER
+    Client of an actor (here)   ──submit──► the real server ──ack──►     beside     DEALER ──► bare ROUTER ──► ack
+    Client of a learner (here)  ◄──shard─── the same server ◄──next──    beside     DEALER ◄── bare ROUTER ◄── get
 
-Each trajectory is a group, and so a message, of its own; ours counts when it is judged, on record and acknowledged, and
-the learner's shard when its groups are decoded. The bare sockets carry the same frames in the same sizes, out of
-memory and into memory without a copy, and do nothing else.
+Each trajectory is a group, and so a message, of its own. Ours counts when it is judged, in the journal and
+acknowledged, and the learner's shard when its groups are decoded. The baseline goes the same way with the same bytes:
+two processes, two DEALERs with an I/O thread each on this side, one ROUTER on the other, the same frames in each
+message, sent and received without a copy; the ROUTER acknowledges each message, holds all frames, as a buffer must, and
+sends them in one message to the DEALER that asks for them. It looks at nothing and writes nothing down. It is measured
+as pyzmq is, and once more with the allocator's settings of our server (:mod:`async_rl.buffer.memory`), which are worth
+as much to it: what is left between that and ours is the journal and the look at each token.
 """
 
 from __future__ import annotations
@@ -16,15 +20,15 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import msgpack
 import zmq
 
 from async_rl.bench.figures import REPEATS, Figure, paired, show
-from async_rl.bench.load import SILENCE_S, group_of
+from async_rl.bench.load import SILENCE_S
+from async_rl.bench.load_messages import group_of
 from async_rl.bench.served import GET, EchoProcess, ServerProcess
 from async_rl.client import Client
 from async_rl.data import Group
-from async_rl.errors import DeadlineError, HandshakeError
+from async_rl.errors import DeadlineError, HandshakeError, WireError
 from async_rl.protocol import Ticket
 from async_rl.wire import Frame, decode_groups, encode_groups, receive_frames, send_frames
 
@@ -48,23 +52,26 @@ def transport(*, nbytes: int, count: int, repeats: int = REPEATS, out: Path | No
             folder / "s",
             groups_per_step=count,
             group_size=1,
-            max_staleness=repeats + _WARMUP,
+            max_staleness=2 * (repeats + _WARMUP),
             max_bytes=4 * count * nbytes,
         )
         ours = stack.enter_context(_Ours(stack.enter_context(server), count, nbytes))
-        bare = stack.enter_context(_Bare(stack.enter_context(EchoProcess(folder / "e")), count, nbytes))
-        there = paired(ours.submit, bare.submit, repeats, _WARMUP)
-        back = (tuple(ours.delivered[_WARMUP:]), tuple(bare.delivered[_WARMUP:]))
-    show(
-        f"transport, {count} trajectories of {nbytes} bytes",
-        [
-            Figure("actor to server, acknowledged", "GB/s", there[0], "bare pyzmq", there[1], bar=BAR),
-            Figure("server to learner, decoded", "GB/s", back[0], "bare pyzmq", back[1]),
-        ],
-        out,
-        nbytes=nbytes,
-        count=count,
-    )
+        figures: list[Figure] = []
+        for name, reuses in (("bare pyzmq", False), ("with our allocator's settings", True)):
+            echo = stack.enter_context(EchoProcess(folder / name, keeps=True, reuses=reuses))
+            bare = stack.enter_context(_Bare(echo, count, nbytes))
+            figures += _measure(ours, bare, name, repeats, None if reuses else BAR)
+    show(f"transport, {count} trajectories of {nbytes} bytes", figures, out, nbytes=nbytes, count=count)
+
+
+def _measure(ours: _Ours, bare: _Bare, name: str, repeats: int, bar: float | None) -> list[Figure]:
+    ours.delivered.clear()
+    there = paired(ours.submit, bare.submit, repeats, _WARMUP)
+    back = (tuple(ours.delivered[_WARMUP:]), tuple(bare.delivered[_WARMUP:]))
+    return [
+        Figure("actor to server, acknowledged", "GB/s", there[0], name, there[1], bar=bar),
+        Figure("server to learner, decoded", "GB/s", back[0], name, back[1]),
+    ]
 
 
 class _Ours:
@@ -142,46 +149,55 @@ class _Ours:
 
 
 class _Bare:
-    """A DEALER that sends the same frames to a bare ROUTER, and gets them from there."""
+    """DEALERs that send the same frames to a bare ROUTER, and get them from there."""
 
     def __init__(self, echo: EchoProcess, count: int, nbytes: int) -> None:
         self._count = count
         self._group = group_of(0, 0, 0, 0, size=1, nbytes=nbytes)
         self.delivered: list[float] = []
         """GB/s of what the ROUTER sends."""
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.connect(echo.address)
+        self._contexts = [zmq.Context(), zmq.Context()]
+        self._actor, self._learner = (_dealer(context, echo.address) for context in self._contexts)
 
     def __enter__(self) -> _Bare:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._context.destroy(0)
+        for context in self._contexts:
+            context.destroy(0)
 
     def submit(self) -> float:
-        """Send ``count`` messages; GB/s until the last is acknowledged. Then as many come back in one message."""
+        """Send ``count`` messages; GB/s until the last is acknowledged. Then all come back in one message."""
         frames = encode_groups("submit", [self._group])
         total = _gigabytes([self._group] * self._count)
         began = time.perf_counter()
         for _ in range(self._count):
-            send_frames(self._socket, frames)
+            send_frames(self._actor, frames)
         for _ in range(self._count):
-            self._receive()
+            _heard(self._actor)
         rate = total / (time.perf_counter() - began)
-        sizes = [len(frames[0]) * self._count, *[len(frame) for frame in frames[1:]] * self._count]
         began = time.perf_counter()
-        send_frames(self._socket, [GET, msgpack.packb(sizes)])
-        self._receive()
+        send_frames(self._learner, [GET])
+        received = _heard(self._learner)
         self.delivered.append(total / (time.perf_counter() - began))
+        if sum(map(len, received)) != self._count * sum(map(len, frames)):
+            raise WireError("frame_count", "the bare socket lost some of what it was sent")
         return rate
 
-    def _receive(self) -> list[Frame]:
-        if not self._socket.poll(int(SILENCE_S * 1000)):
-            raise DeadlineError(f"nothing from the bare socket for {SILENCE_S:g} s")
-        return receive_frames(self._socket)
+
+def _dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.connect(address)
+    return socket
+
+
+def _heard(socket: zmq.Socket[bytes]) -> list[Frame]:
+    """The frames of the next message."""
+    if not socket.poll(int(SILENCE_S * 1000)):
+        raise DeadlineError(f"nothing from the bare socket for {SILENCE_S:g} s")
+    return receive_frames(socket)
 
 
 def _accepted(results: list[list[object]]) -> int:

@@ -27,13 +27,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from async_rl.buffer.journal import Frozen, load, save
+from async_rl.buffer.reserve import Reserve
 from async_rl.errors import ConfigError
 from async_rl.wire import Frame
 
 LEAST_BYTES = 64 << 20
 """Events are not compacted below this size, nor below four times what the ledger holds."""
-MOST_WAITING = 16 << 20
-"""Bytes of a batch that wait at most: it is written in parts beyond."""
+MOST_WAITING = 256 << 10
+"""Bytes of a batch that wait at most: beyond, it is written in parts, while what is in them is still in the cache."""
 _MOST_BUFFERS = 1024
 """Of one writev (IOV_MAX)."""
 _MAGIC = b"async_rl events\n"
@@ -54,6 +55,7 @@ class EventLog:
         self._folder = folder
         self._number = number
         self._events = events
+        self._reserve = Reserve(events)
         self._size = os.fstat(events).st_size if events >= 0 else 0
         self._waiting: list[Frame] = []
         """What the present batch appends."""
@@ -112,6 +114,7 @@ class EventLog:
             return
         try:
             self._check_writer()
+            self._reserve.reach(self._size)
             _write(self._events, waiting)
         except OSError as error:
             self._switch_off(error)
@@ -179,6 +182,7 @@ class EventLog:
         if self._events >= 0:
             os.close(self._events)
         self._number, self._events, self._size = self._number + 1, events, len(_MAGIC)
+        self._reserve = Reserve(events)
 
     def _switch_off(self, error: OSError) -> None:
         """A stale log would give a false ledger: without its events no base is read, nor with an empty file of them."""

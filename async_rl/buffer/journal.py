@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from async_rl.buffer.curriculum import Curriculum
+from async_rl.buffer.fields import shown
 from async_rl.buffer.ledger import Ledger
 from async_rl.buffer.records import Entry, Rules
 from async_rl.data import Group
@@ -28,7 +29,8 @@ from async_rl.errors import ConfigError, WireError
 from async_rl.form import parse
 from async_rl.wire import Frame, decode_groups, encode_groups, unpack_header
 
-SCHEMA = 4
+SCHEMA = 5
+"""Of the files here, of the messages in them (:mod:`async_rl.wire`), and of the events in a journal."""
 _LEDGER, _GROUPS = "ledger.json", "groups.bin"
 _U64 = struct.Struct("<Q")
 
@@ -102,8 +104,7 @@ def restore(frozen: Frozen, ledger: Ledger, now: float, *, keep_open: bool) -> N
         ConfigError: another schema, missing fields, or groups that are not those of the books.
     """
     fields, groups = frozen.fields, frozen.groups
-    if fields.get("schema") != SCHEMA:
-        raise ConfigError(f"{_LEDGER} has schema {fields.get('schema')!r}, this version reads {SCHEMA}")
+    _check_schema(fields)
     try:
         if [[g.ordinal, g.attempt] for g in groups] != [row[:2] for row in fields["held"]]:
             raise ConfigError(f"{_GROUPS} does not belong to its {_LEDGER}")
@@ -201,15 +202,24 @@ def load(folder: Path) -> Frozen:
     """
     try:
         fields = parse((folder / _LEDGER).read_bytes())
+        if not isinstance(fields, dict):
+            raise ConfigError(f"cannot resume from {folder}: {_LEDGER} is no JSON object")
+        _check_schema(fields)  # before the groups, which are in the form of that schema
         with open(folder / _GROUPS, "rb") as file:
             groups = [g for frames in _read_messages(file) for g in decode_groups(unpack_header(frames[0]), frames[1:])]
     except OSError as error:
         raise ConfigError(f"cannot resume from {folder}: {error}") from None
     except (ValueError, WireError, struct.error) as error:
         raise ConfigError(f"cannot resume from {folder}: a file of the ledger is damaged ({error})") from None
-    if not isinstance(fields, dict):
-        raise ConfigError(f"cannot resume from {folder}: {_LEDGER} is no JSON object")
     return Frozen(fields, groups)
+
+
+def _check_schema(fields: dict[str, Any]) -> None:
+    if fields.get("schema") != SCHEMA:
+        raise ConfigError(
+            f"{_LEDGER} has schema {shown(fields.get('schema'), 20)}, this version reads {SCHEMA}: go on with the "
+            "version of async-rl that wrote it"
+        )
 
 
 def _write_message(file: BinaryIO, frames: list[Frame]) -> None:

@@ -2,8 +2,8 @@
 
 message ─► JournaledLedger.submit ─► Ledger.submit ─► did it change? ─► EventLog.append ─► answer
 turn of the server's loop: with batch(): messages, tickets, deliveries ─► one write ─► all answers
-recover: newest base ─► restore ─► each event: the same method, the same arguments ─► what it said is the same, too
 
+A server that was started again gets it back by :mod:`async_rl.buffer.replay`.
 The clock is part of the arguments: ``time.monotonic()``, which goes on over a process's death.
 """
 
@@ -13,30 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from async_rl.buffer import event_log
 from async_rl.buffer.curriculum import Curriculum
 from async_rl.buffer.event_log import EventLog
-from async_rl.buffer.journal import freeze, restore
+from async_rl.buffer.journal import freeze
 from async_rl.buffer.ledger import Ledger
 from async_rl.buffer.records import Answer, Delivery, Lost, Rules
 from async_rl.buffer.undo import Undone
 from async_rl.data import Annotation, Group
-from async_rl.errors import ConfigError, WireError
 from async_rl.protocol import Ticket
-from async_rl.wire import (
-    LIMITS,
-    Frame,
-    decode_annotations,
-    decode_groups,
-    encode_annotations,
-    encode_groups,
-    pack_header,
-    unpack_header,
-)
+from async_rl.wire import encode_annotations, encode_groups, pack_header
+
+_MOST_ISSUES = 1024
+"""Tickets of one event."""
 
 
 class JournaledLedger(Ledger):
@@ -46,6 +37,8 @@ class JournaledLedger(Ledger):
         super().__init__(rules, task_index, curriculum)
         self._log: EventLog | None = None
         self._in_batch = False
+        self._issues: list[tuple[list[Any], Any]] = []
+        """Arguments and outcome of tickets issued since the last event on record: thousands a second are one event."""
 
     def attach(self, log: EventLog) -> None:
         """Write down what changes from now on."""
@@ -65,7 +58,11 @@ class JournaledLedger(Ledger):
         self._in_batch = True
         try:
             with nullcontext() if self._log is None else self._log.batch():
-                yield
+                try:
+                    yield
+                finally:
+                    self._record_issues()
+                self._compact_if_large()
                 super().check()
         finally:
             self._in_batch = False
@@ -77,6 +74,7 @@ class JournaledLedger(Ledger):
     def compact(self) -> None:
         """Begin a new base; call it when a checkpoint is written. A log that was switched off is tried again."""
         if self._log is not None:
+            self._record_issues()  # until the new base is complete, they must be found before it
             self._log.rotate(freeze(self))
 
     def detach(self, *, remove: bool) -> None:
@@ -89,8 +87,11 @@ class JournaledLedger(Ledger):
 
     def issue(self, actor: str, version: int, now: float) -> Ticket | None:
         ticket = super().issue(actor, version, now)
-        if ticket is not None:
-            self._record("issue", ticket, actor=actor, version=version, now=now)
+        if ticket is not None and self._log is not None and self._log.is_on:
+            self._issues.append(([actor, version, now], summary(ticket)))
+            if not self._in_batch or len(self._issues) >= _MOST_ISSUES:
+                self._record_issues()
+                self._compact_if_large()
         return ticket
 
     def submit(self, actor: str, group: Group, now: float) -> Answer:
@@ -189,9 +190,10 @@ class JournaledLedger(Ledger):
         self, event: str, result: object, group: Group | None = None, annotation: Annotation | None = None, **args: Any
     ) -> None:
         """Append an event with what it said; the ledger is as it is after it."""
+        self._record_issues()
         if self._log is None or not self._log.is_on:
             return
-        fields = {"args": args, "said": _summary(result)}
+        fields = {"args": args, "said": summary(result)}
         if group is not None:
             frames = encode_groups(event, [group], **fields)
         elif annotation is not None:
@@ -199,19 +201,21 @@ class JournaledLedger(Ledger):
         else:
             frames = [pack_header({"type": event, **fields})]
         self._log.append(frames)
-        if self._log.is_large(self.held_bytes):
+        self._compact_if_large()
+
+    def _record_issues(self) -> None:
+        """Put on record, before the next event, which tickets were issued since the last one.
+
+        The ledger may be beyond them, so that this is no moment for a new base.
+        """
+        issues, self._issues = self._issues, []
+        if issues and self._log is not None:
+            rows, said = zip(*issues, strict=True)
+            self._log.append([pack_header({"type": "issue", "args": {"rows": rows}, "said": said})])
+
+    def _compact_if_large(self) -> None:
+        if self._log is not None and self._log.is_on and self._log.is_large(self.held_bytes):
             self.compact()
-
-
-_LIMITS = replace(LIMITS, header_bytes=4 * LIMITS.header_bytes)
-"""A header that a client may send, and what an event adds to it."""
-_PLAIN = frozenset(
-    {
-        *("issue", "waste", "fail", "lose", "expire", "recall", "lease", "fail_stage", "lose_scorer"),
-        *("deliver", "train", "close", "note", "rejoin"),
-    }
-)
-"""Events whose arguments are plain types."""
 
 
 def start(ledger: JournaledLedger, folder: Path) -> None:
@@ -226,58 +230,7 @@ def start(ledger: JournaledLedger, folder: Path) -> None:
     ledger.attach(log)
 
 
-def recover(
-    folder: Path,
-    rules: Rules,
-    task_index: Callable[[int], int],
-    curriculum: Curriculum | None,
-    now: float,
-) -> JournaledLedger:
-    """The ledger of a server that died, as it was when it last answered; its log goes on.
-
-    Args:
-        folder: ``RUN/journal``.
-        rules: the same as then.
-        task_index: the task of an ordinal, the same as then.
-        curriculum: a fresh one, if the run has one.
-        now: the clock.
-
-    Raises:
-        ConfigError: there is no log, or it is damaged, or of other rules.
-    """
-    frozen, records = event_log.read(folder)
-    ledger = JournaledLedger(rules, task_index, curriculum)
-    restore(frozen, ledger, now, keep_open=True)
-    for number, frames in enumerate(records):
-        try:
-            _repeat(ledger, frames)
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, WireError) as error:
-            raise ConfigError(f"event {number} of the journal in {folder} does not fit: {error!r}") from error
-    ledger.attach(event_log.reopen(folder))
-    ledger.rejoin(now)
-    return ledger
-
-
-def _repeat(ledger: JournaledLedger, frames: Sequence[Frame]) -> None:
-    header = unpack_header(frames[0], _LIMITS)
-    event, args = header["type"], header["args"]
-    if event == "submit":
-        (group,) = decode_groups(header, frames[1:])
-        result: object = ledger.submit(group=group, **args)
-    elif event == "annotate":
-        (annotation,) = decode_annotations(header, frames[1:])
-        result = ledger.annotate(annotation=annotation, **args)
-    elif event == "rewind":
-        result = ledger.rewind(args["step"], [Undone(*row) for row in args["undone"]])
-    elif event in _PLAIN:
-        result = getattr(ledger, event)(**args)
-    else:
-        raise ValueError(f"there is no event {event!r}")
-    if _summary(result) != header["said"]:
-        raise ValueError(f"{event} said {header['said']}, and now {_summary(result)}")
-
-
-def _summary(result: object) -> Any:
+def summary(result: object) -> Any:
     """What an event said, in a few plain words: enough to notice that a repetition went another way."""
     if isinstance(result, (Ticket, Group)):  # a union would be made anew each time
         return [result.ordinal, result.attempt, result.task_index]

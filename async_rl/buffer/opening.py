@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from async_rl.buffer import journal, journaled
+from async_rl.buffer import journal, journaled, replay
 from async_rl.buffer.curriculum import Curriculum
 from async_rl.buffer.journaled import JournaledLedger
 from async_rl.buffer.records import Limits, Rules
@@ -92,7 +92,7 @@ def _newest(config: RunConfig, limits: Limits, out: Path) -> JournaledLedger:
 
 
 def _recovered(config: RunConfig, limits: Limits, out: Path) -> JournaledLedger:
-    return journaled.recover(out / JOURNAL, *_parts(config, limits), time.monotonic())
+    return replay.recover(out / JOURNAL, *_parts(config, limits), time.monotonic())
 
 
 def _parts(config: RunConfig, limits: Limits) -> tuple[Rules, Callable[[int], int], Curriculum | None]:

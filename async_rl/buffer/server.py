@@ -30,6 +30,7 @@ import zmq
 
 from async_rl.buffer.control_rules import ControlRules
 from async_rl.buffer.files import RunFiles
+from async_rl.buffer.memory import keep_free_memory
 from async_rl.buffer.opening import open_ledger
 from async_rl.buffer.records import Limits
 from async_rl.buffer.run_lines import keep_lines
@@ -308,6 +309,7 @@ def main() -> None:
     else:
         weights = WeightServer(anew, keys)
         weights.start()
+    keep_free_memory()
     gc.freeze()  # what is imported stays
     gc.set_threshold(_GARBAGE)
     try:

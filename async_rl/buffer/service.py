@@ -39,6 +39,8 @@ from async_rl.wire import Frame, Header, unpack_header
 _NO_JOURNAL = (
     "the journal cannot be written, until the next checkpoint: a server that dies before goes on from the newest one"
 )
+_BOOKS_S, _BOOKS_AT_ONCE = 1.0, 8
+"""For the sake of trained steps alone the books are written so often, in seconds; and so many times at once before."""
 _MOST_GAPS = 1 << 53
 _MOST_REASON = 4000
 """Characters of a sentence with which a client ends the run: it goes into the books."""
@@ -99,6 +101,8 @@ class Service:
         self._began = now
         self._last_tick = now
         self._has_news = False
+        self._books_due = False
+        self._next_books = now - _BOOKS_AT_ONCE * _BOOKS_S
         self._num_waiting = 0
         self._actors = ActorDesk(
             ledger, self.roster, self.post, self.versions, files, self.refused, colocated=config.actors.colocated
@@ -198,6 +202,9 @@ class Service:
             self._learners.release(self.account.reason)
         if self._has_news:
             self._send_status()
+        if self._books_due and now >= self._next_books:
+            self._write_books()
+            self._next_books = max(self._next_books, now - _BOOKS_AT_ONCE * _BOOKS_S) + _BOOKS_S
 
     def tick(self, now: float, *, all_heard: bool) -> None:
         """What time does: silent clients, watchdog, leases, deadlines, files.
@@ -292,7 +299,8 @@ class Service:
             return
         self._actors.announce()
         self.post.send_all(self.roster.of("evaluator"), "version", manifest=self.versions.wire)
-        self._publish()
+        self._send_status()
+        self._books_due = True
 
     def _done(self, header: Header, now: float) -> None:
         stopped = take(header, "stopped", bool, False)
@@ -364,9 +372,12 @@ class Service:
 
     def _send_status(self) -> None:
         self._has_news = False
-        self.post.send_all(self.roster.of("monitor"), "status", **self.account.glance())
+        monitors = self.roster.of("monitor")
+        if monitors:
+            self.post.send_all(monitors, "status", **self.account.glance())
 
     def _write_books(self) -> None:
+        self._books_due = False
         self._files.flush()
         self._files.replace("books", self.account.books())
 

@@ -225,6 +225,9 @@ class LearnerConfig(LearnerBase):
     """Linear warm-up of the learning rate."""
     micro_batch_tokens: int = Field(16_384, ge=1)
     """Most tokens (padding included) of one forward and backward."""
+    compile: bool = False
+    """``torch.compile`` the models' layers; needs a C++ compiler, and about a minute at the start and for each new kind
+    of batch."""
 
 
 class EvalConfig(EvalBase):

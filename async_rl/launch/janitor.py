@@ -28,6 +28,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
+from async_rl.weights.leftovers import unlink_unused
+
 RUN_VARIABLE = "ASYNC_RL_RUN"
 """Environment variable that all processes of a run inherit; names its launcher's life."""
 CLEAN_S = 30.0
@@ -185,6 +187,7 @@ def clean(token: str, temporary: str, folder: Path | None) -> None:
     ended = sweep(token, CLEAN_S)
     shutil.rmtree(temporary, ignore_errors=True)
     freed = _unlink_segments(folder) if folder is not None else 0
+    unlink_unused()  # on a host of actors nobody knows the run, but the kernel knows that nobody uses them
     if folder is not None and folder.is_dir() and (ended or freed):
         (folder / "logs").mkdir(exist_ok=True)
         with (folder / "logs" / "janitor.log").open("a") as log:

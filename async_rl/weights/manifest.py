@@ -19,6 +19,8 @@ from async_rl.errors import WeightsError
 
 MAX_TENSORS = 100_000
 MAX_DIMENSIONS = 32
+CACHED_BYTES = 256 << 10
+"""What is copied in parts of this size can be hashed before it has left the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +140,13 @@ def combine(chunks: Sequence[int]) -> str:
 def chunk_checksums(data: memoryview, chunk_bytes: int) -> tuple[int, ...]:
     """xxh3-64 of each chunk of ``data`` (bytes)."""
     return tuple(xxhash.xxh3_64_intdigest(data[i : i + chunk_bytes]) for i in range(0, data.nbytes, chunk_bytes))
+
+
+def copy_checksum(target: memoryview, source: memoryview) -> int:
+    """Copy a chunk of bytes; the xxh3-64 of what the target then holds."""
+    state = xxhash.xxh3_64()
+    for first in range(0, source.nbytes, CACHED_BYTES):
+        part = target[first : first + CACHED_BYTES]
+        part[:] = source[first : first + CACHED_BYTES]
+        state.update(part)
+    return state.intdigest()

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Literal
 
-import xxhash
 import zmq
 
 from async_rl.curve import ClientKeys, secure_client
 from async_rl.errors import WeightsError, WireError
-from async_rl.weights.manifest import Manifest
+from async_rl.weights.manifest import Manifest, copy_checksum
 from async_rl.wire import pack_header, unpack_header
 
 _WINDOW_BYTES = 16 << 20
@@ -36,6 +36,12 @@ class TransferError(WeightsError):
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+
+
+def window(chunk_bytes: int) -> int:
+    """Chunks of this size that are asked for at a time."""
+    fewest, most = _WINDOW_CHUNKS
+    return min(max(_WINDOW_BYTES // chunk_bytes, fewest), most)
 
 
 class Puller:
@@ -56,8 +62,13 @@ class Puller:
         self._keys = keys
         self._context = zmq.Context()
 
-    def pull(self, manifest: Manifest, into: memoryview) -> None:
+    def pull(self, manifest: Manifest, into: memoryview, pulse: Callable[[], None] = lambda: None) -> None:
         """Fill ``into`` [manifest.nbytes] with verified bytes.
+
+        Args:
+            manifest: what is pulled.
+            into: where to.
+            pulse: called at least once in ``stall_s``.
 
         Raises:
             TransferError: the server no longer holds the version, does not answer, or keeps sending wrong bytes.
@@ -66,11 +77,12 @@ class Puller:
         for _ in range(_MAX_STALLS + 1):
             try:
                 with self._connect(manifest) as socket:
-                    if self._run(pull, socket):
+                    if self._run(pull, socket, pulse):
                         return
             except zmq.ZMQError as error:
                 raise TransferError("unreachable", f"weight server {self.address}: {error}") from None
             pull.restart()
+            pulse()
         raise TransferError(
             "no_progress",
             f"version {manifest.version}: weight server {self.address} sent no chunk for {self._stall_s:g} s, "
@@ -92,7 +104,7 @@ class Puller:
         socket.connect(self.address)
         return socket
 
-    def _run(self, pull: _Pull, socket: zmq.Socket[bytes]) -> bool:
+    def _run(self, pull: _Pull, socket: zmq.Socket[bytes], pulse: Callable[[], None]) -> bool:
         """True when complete, False when it stalled."""
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -106,6 +118,7 @@ class Puller:
                 raise TransferError("closed", f"version {pull.manifest.version}: the receiver was closed")
             if socket in ready and pull.receive(socket.recv_multipart(zmq.NOBLOCK, copy=False)):
                 deadline = time.monotonic() + self._stall_s
+                pulse()
             elif time.monotonic() >= deadline:
                 return False
         return True
@@ -122,8 +135,7 @@ class _Pull:
         self._into = into
         self._todo = deque(range(len(manifest.chunks)))
         self._asked: set[int] = set()
-        fewest, most = _WINDOW_CHUNKS
-        self._window = min(max(_WINDOW_BYTES // manifest.chunk_bytes, fewest), most)
+        self._window = window(manifest.chunk_bytes)
         self._repeats: Counter[int] = Counter()
 
     @property
@@ -160,11 +172,9 @@ class _Pull:
         self._asked.remove(chunk)
         target = self.manifest.chunk(self._into, chunk)
         frame = parts[1].buffer
-        if frame.nbytes == target.nbytes:
-            target[:] = frame
-            if xxhash.xxh3_64_intdigest(target) == self.manifest.chunks[chunk]:
-                self.num_done += 1
-                return True
+        if frame.nbytes == target.nbytes and copy_checksum(target, frame) == self.manifest.chunks[chunk]:
+            self.num_done += 1
+            return True
         self._repeats[chunk] += 1
         if self._repeats[chunk] > _MAX_REPEATS:
             raise TransferError(

@@ -12,19 +12,16 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.errors import WeightsError
+from async_rl.weights.files import SHM, check_run_id
 from async_rl.weights.manifest import Manifest
 
-SHM = Path("/dev/shm")
 SLOTS = ("0", "1", "eval")
 """Versions alternate between the first two; those that are evaluated go to the third."""
-
-_RUN_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 
 
 def segment_path(run_id: str, slot: str) -> Path:
@@ -33,17 +30,19 @@ def segment_path(run_id: str, slot: str) -> Path:
     Raises:
         WeightsError: ``run_id`` or ``slot`` is not a plain name.
     """
-    if not _RUN_ID.fullmatch(run_id) or slot not in SLOTS:
-        raise WeightsError(
-            f"run id {run_id!r}, slot {slot!r}: a run id is letters, digits, '_', '.', '-'; slots are {SLOTS}"
-        )
+    check_run_id(run_id)
+    if slot not in SLOTS:
+        raise WeightsError(f"slot {slot!r} of run {run_id}: slots are {SLOTS}")
     return SHM / f"async_rl-{run_id}-{slot}"
 
 
 def unlink_run(run_id: str) -> list[Path]:
-    """Remove all segments of a run and return what was removed. Mappings that are still in use keep their bytes."""
+    """Remove all segments of a run and its copies (:mod:`async_rl.weights.copies`) and return what was removed.
+
+    Mappings that are still in use keep their bytes.
+    """
     removed = []
-    for path in (segment_path(run_id, slot) for slot in SLOTS):
+    for path in (*(segment_path(run_id, slot) for slot in SLOTS), *sorted(SHM.glob(f"async_rl-{run_id}@*"))):
         if os.path.lexists(path):
             path.unlink(missing_ok=True)
             removed.append(path)

@@ -49,7 +49,7 @@ class WeightServer:
         self._reader = SegmentReader()
         self._held: dict[str, tuple[Manifest, memoryview]] = {}
         self.counts: Counter[str] = Counter()
-        """``served``, ``gone``, ``malformed`` and ``dropped`` requests."""
+        """``served``, ``gone``, ``malformed`` and ``dropped`` requests; ``bytes`` of chunks served."""
 
     def start(self) -> None:
         """Bind and serve.
@@ -150,5 +150,7 @@ class WeightServer:
         manifest, data = held[0]
         if not 0 <= chunk < len(manifest.chunks):
             raise WireError("bad_header", f"chunk {chunk} of {len(manifest.chunks)}")
+        part = manifest.chunk(data, chunk)
         self.counts["served"] += 1
-        return [pack_header({"type": "chunk", "version": version, "chunk": chunk}), manifest.chunk(data, chunk)]
+        self.counts["bytes"] += part.nbytes
+        return [pack_header({"type": "chunk", "version": version, "chunk": chunk}), part]

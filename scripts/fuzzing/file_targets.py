@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.numpy import save as save_tensors
 
-from async_rl.buffer import journal, journaled
+from async_rl.buffer import journal, journaled, replay
 from async_rl.buffer.records import Rules
 from async_rl.config import load_any, parse_config, preset_names, to_toml
 from async_rl.control import spaces
@@ -180,7 +180,7 @@ def _events(folder: Path) -> Run:
         events.write_bytes(spoil.data(choices, seed))
 
         def recover() -> None:
-            journaled.recover(first, rules, _task, None, 3.0).detach(remove=False)
+            replay.recover(first, rules, _task, None, 3.0).detach(remove=False)
 
         return [refused(recover)]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.buffer import journaled
+from async_rl.buffer import journaled, replay
 from async_rl.buffer.files import RunFiles
 from async_rl.buffer.journaled import JournaledLedger
 from async_rl.buffer.records import Rules
@@ -183,7 +183,7 @@ class Play:
         json.dumps(list(service.refused), allow_nan=False)
         if self._journal is not None:
             ledger.detach(remove=False)
-            again = journaled.recover(self._journal, self._rules, _task, None, self.now)
+            again = replay.recover(self._journal, self._rules, _task, None, self.now)
             assert again.books() == books, f"the journal gives {again.books()} back, it was {books}"
             again.detach(remove=True)
         service.close()

@@ -56,6 +56,9 @@ def message(choices: Choices, frames: list[Any]) -> list[bytes]:
     where = choices.below(4)
     if where != 2:
         plain = msgpack.unpackb(header, raw=False)
+        for entry in plain.get("groups", ()):
+            if "arrays" in entry and choices.below(2):
+                entry["arrays"] = packed(spoil.value(choices, msgpack.unpackb(entry["arrays"], raw=False)))
         header = packed(spoil.value(choices, plain))
     if where == 1:
         header = spoil.data(choices, header)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from actors.engines import torch_engine
 from actors.engines.base import Request
-from actors.engines.kv_cache import plan_rows
+from actors.engines.rows import plan_rows
 from actors.engines.torch_engine import TorchEngine, _chunks
 from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.weights.manifest import Manifest, Tensor, chunk_checksums, combine

@@ -86,10 +86,7 @@ def test_a_scorer_repeats_credit_and_annotations_until_they_are_acknowledged_aft
         assert [g["ordinal"] for g in client.receive(WAIT_S)[0][0]["groups"]] == [4, 5]
         client.send_annotations([annotation(make(4), "reward"), annotation(make(5), "reward")])
         sent = server.hear("annotate")
-        assert [(g["ordinal"], g["arrays"]) for g in sent["groups"]] == [
-            (4, [["reward", "float32", [2]]]),
-            (5, [["reward", "float32", [2]]]),
-        ]
+        assert [(g["ordinal"], g["stage"], g["values"]) for g in sent["groups"]] == [(4, "reward", 2), (5, "reward", 2)]
         server.say("ack", results=[[4, 0, "accepted", ""]])
         client.receive(WAIT_S)
         assert [g["ordinal"] for g in server.hear("annotate", alive=True)["groups"]] == [5]

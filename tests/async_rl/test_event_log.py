@@ -10,11 +10,12 @@ from buffer_helpers import annotation, answer, rules
 
 from async_rl.buffer import event_log
 from async_rl.buffer.event_log import EventLog, read
-from async_rl.buffer.journal import Frozen, freeze
-from async_rl.buffer.journaled import JournaledLedger, recover, start
+from async_rl.buffer.journal import SCHEMA, Frozen, freeze
+from async_rl.buffer.journaled import JournaledLedger, start
+from async_rl.buffer.replay import recover
 from async_rl.errors import ConfigError
 
-NOTHING = Frozen({}, [])
+NOTHING = Frozen({"schema": SCHEMA}, [])
 
 
 def task_of(ordinal: int) -> int:
@@ -52,7 +53,7 @@ def test_what_is_appended_is_read_again_frame_by_frame(tmp_path):
         log.append(frames)
     log.close(remove=False)
     base, found = read(tmp_path / "j")
-    assert base.fields == {}
+    assert base.fields == NOTHING.fields
     assert [[bytes(f) for f in frames] for frames in found] == [[bytes(f) for f in frames] for frames in records]
 
 
@@ -102,6 +103,50 @@ def test_a_base_that_is_begun_amid_a_batch_comes_after_what_waits(books, tmp_pat
         books.issue("c", 0, 4.0)
     books._log.flush()
     assert [e.actor for e in back(tmp_path / "journal").open.values()] == ["b", "c"]
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_tickets_of_a_batch_are_on_record_in_their_place_whenever_a_new_base_is_begun(tmp_path, monkeypatch, always):
+    """They are written with the event after them, when the ledger is beyond that already: no moment for a base."""
+    monkeypatch.setattr(EventLog, "is_large", lambda log, held_bytes: always and not log._is_writing)
+    books = JournaledLedger(rules(max_staleness=2), task_of)
+    start(books, tmp_path / "journal")
+    with books.batch():
+        some(books)
+        ticket = books.issue("c", 0, 4.0)
+        assert ticket is not None
+        books.submit("c", answer(ticket), 5.0)
+        books._log.flush()  # the base before is complete: another one may begin
+        assert books.issue("d", 0, 6.0) is not None
+        assert books.deliver() is not None
+        books._log.flush()
+        assert books.issue("e", 0, 6.0) is not None
+        books.train(0)
+        assert books.issue("f", 1, 7.0) is not None
+    wanted = freeze(books).fields
+    books.detach(remove=False)
+    again = recover(tmp_path / "journal", books.rules, task_of, None, 0.0)
+    again.detach(remove=False)
+    assert freeze(again).fields | {"open": []} == wanted | {"open": []}
+    assert [entry.key for entry in again.open.values()] == [entry.key for entry in books.open.values()]
+
+
+def test_tickets_are_on_record_though_a_new_base_that_has_them_is_never_completed(books, tmp_path, monkeypatch):
+    monkeypatch.setattr(event_log, "_write_base", lambda *_: None)
+    with books.batch():
+        some(books)
+        books.compact()
+        books.issue("c", 0, 4.0)
+    assert [e.actor for e in back(tmp_path / "journal").open.values()] == ["b", "c"]
+
+
+def test_all_of_a_turn_is_on_record_at_its_end_when_answers_may_leave(books, tmp_path):
+    with books.batch():
+        some(books)
+    before_answers = tmp_path / "copy"
+    shutil.copytree(tmp_path / "journal", before_answers)  # the process is killed here
+    again = back(before_answers)
+    assert (again.issued, len(again.ready), len(again.open)) == (3, 2, 1)
 
 
 def test_books_that_do_not_close_are_found_at_the_end_of_a_batch(books):

@@ -84,8 +84,9 @@ def test_a_header_of_empty_lists_is_refused_before_it_fills_the_memory():
     ("change", "reason"),
     [
         ({"meta": {"text": "x" * (2 << 20)}}, "meta_too_large"),
-        ({"arrays": [["tokens", "int32", [6]], ["tokens", "int32", [6]]]}, "bad_header"),
-        ({"arrays": [["n" * 201, "int32", [6]]]}, "bad_header"),
+        ({"arrays": msgpack.packb([["tokens", "int32", [None]], ["tokens", "int32", [None]]])}, "bad_header"),
+        ({"arrays": msgpack.packb([["n" * 201, "int32", [None]]])}, "bad_header"),
+        ({"arrays": msgpack.packb([[f"n{i}", "int32", [None]] for i in range(65)])}, "too_many_arrays"),
     ],
 )
 def test_a_group_with_too_much_about_it_is_refused(change, reason):

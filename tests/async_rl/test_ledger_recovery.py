@@ -29,8 +29,9 @@ from test_ledger_properties import ACTORS, RARELY, Schedule, task_of
 from async_rl.buffer import event_log
 from async_rl.buffer.curriculum import Curriculum
 from async_rl.buffer.journal import Frozen, freeze, restore, thaw
-from async_rl.buffer.journaled import JournaledLedger, recover, start
+from async_rl.buffer.journaled import JournaledLedger, start
 from async_rl.buffer.ledger import Ledger
+from async_rl.buffer.replay import recover
 from async_rl.buffer.undo import undone
 
 
@@ -42,6 +43,12 @@ class Watched(JournaledLedger):
     def _record(self, event: str, result: object, *args: Any, **kwargs: Any) -> None:
         super()._record(event, result, *args, **kwargs)
         if self._log is not None:
+            self.trace.append((self._log._number, self._log._size, freeze(self)))
+
+    def _record_issues(self) -> None:
+        has_issued = bool(self._issues)
+        super()._record_issues()
+        if has_issued and self._log is not None:
             self.trace.append((self._log._number, self._log._size, freeze(self)))
 
     def start(self, folder: Path) -> None:

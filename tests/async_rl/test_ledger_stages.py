@@ -366,6 +366,6 @@ def test_the_rules_of_a_run_know_its_stages_and_the_longest_episode():
 def test_an_older_checkpoint_is_a_sentence(tmp_path):
     save(freeze(submitted()), tmp_path)
     text = (tmp_path / "ledger.json").read_text()
-    (tmp_path / "ledger.json").write_text(text.replace('"schema": 4', '"schema": 1'))
-    with pytest.raises(ConfigError, match="schema 1, this version reads 4"):
+    (tmp_path / "ledger.json").write_text(text.replace('"schema": 5', '"schema": 4'))
+    with pytest.raises(ConfigError, match="schema 4, this version reads 5"):
         thaw(load(tmp_path), rules(stages=BOTH), lambda o: o)

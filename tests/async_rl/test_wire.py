@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import msgpack
@@ -22,6 +21,7 @@ from async_rl.wire import (
     pack_header,
     unpack_header,
 )
+from async_rl.wire.joint import JOINT_MOST
 
 
 def roundtrip(groups):
@@ -68,6 +68,41 @@ def test_bytes_of_large_arrays_are_not_copied_on_the_way_and_small_ones_share_a_
     assert back.rewards.tolist() == [2.0]
 
 
+def test_small_arrays_of_several_groups_share_a_frame_and_each_group_keeps_only_its_own():
+    groups = [make(i) for i in range(3)]
+    alone = [bytes(encode_groups("submit", [group])[1]) for group in groups]
+    head, *frames = encode_groups("shard", groups)
+    assert [bytes(frame) for frame in frames] == [b"".join(alone)]
+    decoded = decode_groups(unpack_header(head), frames)
+    assert [bytes(encode_groups("submit", [group])[1]) for group in decoded] == alone
+    assert not np.shares_memory(decoded[0].arrays["tokens"], np.frombuffer(frames[0], np.uint8))
+    assert [bytes(frame) for frame in encode_groups("shard", decoded)[1:]] == [b"".join(alone)]
+
+
+def test_a_joint_frame_ends_where_the_next_group_would_make_it_too_long():
+    length = JOINT_BELOW - 8  # one small array, the mask, and three large ones; 16 bytes of rewards
+    groups = [make(i, versions=[i] * (length - 2), rewards=(float(i),)) for i in range(70)]
+    part = length + 8
+    first = JOINT_MOST // part  # groups in the first frame
+    head, *frames = encode_groups("shard", groups)
+    assert len(frames) == 2 + 3 * len(groups)
+    assert len(frames[0]) == first * part
+    assert len(frames[1 + 3 * first]) == (len(groups) - first) * part
+    header = unpack_header(head)
+    for one, other in zip(groups, decode_groups(header, frames), strict=True):
+        assert one.rewards.tolist() == other.rewards.tolist()
+        assert all(np.array_equal(one.arrays[name], other.arrays[name]) for name in one.arrays)
+    for wrong in (
+        [*frames[: 1 + 3 * first], frames[1 + 3 * first][:-8], *frames[2 + 3 * first :]],
+        [frames[0] + bytes(8), *frames[1:]],
+        [frames[0][:-8], *frames[1:]],
+        frames[1:],
+        frames[:-1],
+    ):
+        with pytest.raises(WireError, match=r"bad_shape|frame_count"):
+            decode_groups(header, wrong)
+
+
 def test_small_arrays_that_do_not_fill_their_frame_are_refused():
     header, frames = roundtrip([make(0)])
     for wrong in (frames[0][:-8], frames[0] + bytes(8)):
@@ -112,12 +147,16 @@ def test_control_arrays_with_more_axes_pass_too():
 
 
 def break_header(path, value):
+    """A message in which one place is another; beyond ``arrays`` a path leads into the packed description."""
     header, frames = roundtrip([make(0)])
-    header = copy.deepcopy(header)
+    entry = header["groups"][0]
+    entry["arrays"] = msgpack.unpackb(entry["arrays"])
     node = header
     for key in path[:-1]:
         node = node[key]
     node[path[-1]] = value
+    if "arrays" in path[:-1] or "arrays" not in path:
+        entry["arrays"] = pack_header(entry["arrays"])
     return header, frames
 
 
@@ -132,7 +171,14 @@ def break_header(path, value):
         (("groups", 0, "task_index"), 1 << 62, "bad_header"),
         (("groups", 0, "meta"), [], "bad_header"),
         (("groups", 0, "arrays"), 3, "bad_header"),
+        (("groups", 0, "arrays"), [], "bad_header"),
+        (("groups", 0, "arrays"), b"", "bad_header"),
+        (("groups", 0, "arrays"), b"\x91" * 5000, "bad_header"),
+        (("groups", 0, "arrays"), bytes(1 << 17), "bad_header"),
+        (("groups", 0, "arrays"), pack_header({"tokens": 1}), "bad_header"),
+        (("groups", 0, "arrays"), pack_header([]), "missing_array"),
         (("groups", 0, "arrays", 0), "tokens", "bad_header"),
+        (("groups", 0, "arrays", 1, 0), "tokens", "bad_header"),
         (("groups", 0, "lengths"), [], "bad_lengths"),
         (("groups", 0, "lengths"), [3, 0], "bad_lengths"),
         (("groups", 0, "lengths"), [3, 4], "bad_shape"),
@@ -141,7 +187,14 @@ def break_header(path, value):
         (("groups", 0, "arrays", 0, 1), "float32", "bad_dtype"),
         (("groups", 0, "arrays", 0, 2), [7], "bad_shape"),
         (("groups", 0, "arrays", 0, 2), [-6], "bad_shape"),
-        (("groups", 0, "arrays", 0, 2), [6, 1], "bad_dtype"),
+        (("groups", 0, "arrays", 0, 2), [6], "bad_shape"),
+        (("groups", 0, "arrays", 0, 2), [], "bad_shape"),
+        (("groups", 0, "arrays", 0, 2), [None, None], "bad_shape"),
+        (("groups", 0, "arrays", 0, 2), [None] + 8 * [1], "bad_shape"),
+        (("groups", 0, "arrays", 0, 2), [None, 1], "bad_dtype"),
+        (("groups", 0, "arrays", 4, 2), [2, 1], "missing_array"),
+        (("groups", 0, "arrays", 4, 2), [1 << 33], "bad_shape"),
+        (("groups", 0, "arrays", 4, 1), "int32", "missing_array"),
         (("groups", 0, "arrays", 1, 0), "other", "missing_array"),
         (("groups", 0, "arrays", 3, 0), "other", "missing_array"),
         (("groups", 0, "arrays", 4, 0), "other", "missing_array"),
@@ -220,7 +273,9 @@ def test_any_value_in_any_place_of_a_header_is_decoded_or_refused(place, value, 
     header = unpack_header(pack_header(header))
     entry = header["groups"][0]
     if isinstance(place, int):
-        entry["arrays"][place][part] = value
+        specs = msgpack.unpackb(entry["arrays"])
+        specs[place][part] = value
+        entry["arrays"] = pack_header(specs)
     else:
         entry[place] = value
     try:
@@ -240,12 +295,36 @@ def test_a_header_that_would_overflow_the_stack_of_its_reader_is_refused(nested)
                 unpack_header(frame)
 
 
-@pytest.mark.parametrize("shape", [[0, 1 << 39, 1 << 39], [1 << 39, 0, 1 << 39], [6, 0, 1 << 39]])
-def test_an_empty_array_of_impossible_shape_is_refused(shape):
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("last_obs/x", [0, 1 << 39, 1 << 39]), ("hidden/x", [1 << 39, 0, 1 << 39]), ("x", [None, 0, 1 << 39])],
+)
+def test_an_empty_array_of_impossible_shape_is_refused(name, shape):
     header, frames = roundtrip([make(0)])
-    header["groups"][0]["arrays"].append(["x", "float64", shape])
+    entry = header["groups"][0]
+    entry["arrays"] = pack_header([*msgpack.unpackb(entry["arrays"]), [name, "float64", shape]])
     with pytest.raises(WireError, match="bad_shape"):
-        decode_groups(header, [*frames, b""])
+        decode_groups(header, frames)
+
+
+def test_a_description_that_is_known_is_as_exact_as_one_that_is_new():
+    """The same bytes with another sum of lengths, other frames or narrower limits: each is looked at anew."""
+    header, frames = roundtrip([make(0)])
+    decode_groups(header, frames)
+    decode_groups(header, frames)
+    with pytest.raises(WireError, match="bad_shape"):
+        decode_groups(header, [frames[0] + bytes(8)])
+    with pytest.raises(WireError, match="too_many_arrays"):
+        decode_groups(header, frames, Limits(arrays=4))
+    header["groups"][0]["lengths"] = [3, 30]
+    with pytest.raises(WireError, match="bad_shape"):
+        decode_groups(header, frames)
+
+
+def test_arrays_in_memory_that_others_may_write_are_read_only_all_the_same():
+    head, *frames = encode_groups("submit", [make(0, versions=[0] * JOINT_BELOW)])
+    (group,) = decode_groups(unpack_header(head), [memoryview(bytearray(frame)) for frame in frames])
+    assert not any(array.flags.writeable for array in (*group.arrays.values(), group.rewards))
 
 
 # ---------------------------------------------------------------- annotations
@@ -274,12 +353,11 @@ def test_annotations_come_back_as_they_were_and_read_only():
     [
         ("ordinal", -1, "bad_header"),
         ("attempt", 1.5, "bad_header"),
-        ("arrays", [], "bad_header"),
-        ("arrays", None, "bad_header"),
-        ("arrays", [["reward", "float64", [1]]], "bad_dtype"),
-        ("arrays", [["reward", "float32", [2, 1]]], "bad_dtype"),
-        ("arrays", [["reward", "float32", [3]]], "bad_shape"),
-        ("arrays", [[7, "float32", [2]]], "bad_header"),
+        ("values", -1, "bad_header"),
+        ("values", [2], "bad_header"),
+        ("values", 3, "bad_shape"),
+        ("stage", 7, "bad_header"),
+        ("stage", "s" * 201, "bad_header"),
     ],
 )
 def test_a_malformed_annotation_is_refused_with_a_reason(key, value, reason):

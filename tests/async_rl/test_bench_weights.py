@@ -1,0 +1,32 @@
+"""``bench weights`` made small: all figures are there and plausible; never how fast."""
+
+import json
+
+import pytest
+
+from async_rl.bench.weights import weights
+from async_rl.errors import ConfigError
+from async_rl.weights.files import SHM
+
+
+@pytest.mark.parametrize("receivers", ["", "0", "1,x", "-1", "65"])
+def test_what_is_no_number_of_receivers_is_refused(receivers):
+    with pytest.raises(ConfigError, match="--receivers"):
+        weights(nbytes=4, receivers=receivers)
+
+
+@pytest.mark.real
+def test_the_benchmark_of_weights_gives_all_its_figures(tmp_path):
+    before = set(SHM.glob("async_rl-bench-*"))
+    weights(nbytes=30_000_001, receivers="2", repeats=1, out=tmp_path / "w.json")
+    told = json.loads((tmp_path / "w.json").read_text())
+    assert told["nbytes"] == 30_000_004
+    by_name = {figure["name"]: figure for figure in told["figures"]}
+    whole = by_name["shm: publish + map + verify"]
+    parts = by_name["shm: publish (copy, hash)"], by_name["shm: map + verify"]
+    assert whole["median"] == pytest.approx(sum(part["median"] for part in parts))
+    assert (whole["bar"], whole["at_most"]) == (3.0, True)
+    assert by_name["zmq, 2 receivers: bytes sent / payload"]["values"] == [1.0]
+    assert by_name["zmq, 2 receivers"]["bar"] is None  # what is promised is promised for one
+    assert all(0 < figure["median"] < 1e6 for figure in told["figures"])
+    assert set(SHM.glob("async_rl-bench-*")) <= before
