@@ -279,7 +279,7 @@ class Receiver:
                 self._ready.release()
             self._ready = prepared
             self._changed.notify_all()
-        os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake, 1)  # not after it was taken, when it would wake for nothing
 
     def _fail(self, manifest: Manifest, error: TransferError) -> None:
         with self._changed:

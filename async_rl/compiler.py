@@ -19,7 +19,7 @@ def find_compiler(env: Mapping[str, str] = os.environ) -> str:
     found = shutil.which(name, path=env.get("PATH"))
     if found is None:
         raise ConfigError(
-            f"learner.compile = true: there is no C++ compiler {name!r} here; install one (apt install g++), name it in "
-            "CXX, or set learner.compile = false"
+            f"learner.compile = true: there is no C++ compiler {name!r} here; install one (apt install g++), name it "
+            "in CXX, or set learner.compile = false"
         )
     return found

@@ -17,7 +17,7 @@ import xxhash
 
 from async_rl.errors import ConfigError, WeightsError
 from async_rl.process import host_id
-from async_rl.weights.manifest import CACHED_BYTES, Manifest, Tensor, combine
+from async_rl.weights.manifest import CACHED_BYTES, Manifest, Tensor, combine, copy_checksum
 from async_rl.weights.segment import SLOTS, Segment
 
 Layout = Sequence[tuple[str, tuple[int, ...], int, int]]
@@ -101,23 +101,25 @@ class Publisher:
         self._segments.clear()
 
     def _copy(self, source: torch.Tensor, data: memoryview) -> tuple[int, ...]:
-        target = torch.frombuffer(data, dtype=self._dtype)
-        step = self._chunk_bytes // self._dtype.itemsize
-        # a copy from the device is a call of its own: few large ones
-        most = CACHED_BYTES // self._dtype.itemsize if source.device.type == "cpu" else step
+        size = self._chunk_bytes
+        if source.device.type == "cpu" and source.dtype == self._dtype:  # a fifth faster than torch's copies
+            new = memoryview(source.contiguous().numpy()).cast("B")
+            return tuple(copy_checksum(data[i : i + size], new[i : i + size]) for i in range(0, self.nbytes, size))
         return tuple(
-            _copy_chunk(target[first : first + step], source[first : first + step], most)
-            for first in range(0, self._numel, step)
+            self._cast_chunk(part, data[i * size : (i + 1) * size])
+            for i, part in enumerate(source.split(size // self._dtype.itemsize))
         )
 
-
-def _copy_chunk(target: torch.Tensor, source: torch.Tensor, most: int) -> int:
-    """Copy in parts of at most ``most`` elements; the checksum of the target."""
-    state = xxhash.xxh3_64()
-    for part, new in zip(target.split(most), source.split(most), strict=True):
-        part.copy_(new)  # from CUDA this waits for the bytes: the target is pageable
-        state.update(part.view(torch.uint8).numpy())
-    return state.intdigest()
+    def _cast_chunk(self, source: torch.Tensor, data: memoryview) -> int:
+        """Copy what is of another type or on another device; the checksum of ``data``."""
+        # a copy from a device is a call of its own: one large one
+        most = CACHED_BYTES // self._dtype.itemsize if source.device.type == "cpu" else source.numel()
+        state, target = xxhash.xxh3_64(), torch.frombuffer(data, dtype=self._dtype)
+        for first in range(0, source.numel(), most):
+            # from CUDA this waits for the bytes: the target is pageable
+            target[first : first + most].copy_(source[first : first + most])
+            state.update(data[first * self._dtype.itemsize : (first + most) * self._dtype.itemsize])
+        return state.intdigest()
 
 
 def _allocate(run_id: str, nbytes: int) -> dict[str, Segment]:

@@ -1,7 +1,7 @@
 """The token learner's forward and backward against TRL's own, on the same batch and model: speed and peak memory.
 
-    groups (64 sums × 8 answers that the model sampled) ─┬─► trl_side.py learner ─► CPU and wall-clock seconds ┐ in turns
-                                                         └─► Updater, here ───────► CPU and wall-clock seconds ┴─► JSON
+    groups (64 sums × 8 answers of the model) ─┬─► trl_side.py learner ─► CPU and wall-clock seconds ┐ in turns
+                                               └─► Updater, here ───────► CPU and wall-clock seconds ┴─► JSON
 
     python scripts/bench_trl.py --trl-python TRL/bin/python [--model FOLDER] [--repeats 5] [--out FILE.json]
 

@@ -71,7 +71,8 @@ class Clock(TrainerCallback):
         if state.global_step % self._plan["eval_every"] == 0:
             self._write(state.global_step, evaluate(model, self._tokenizer, self._prompts, self._plan))
             last = self._accuracies[-self._plan["evaluations"] :]
-            if len(last) == self._plan["evaluations"] and sum(last) / len(last) >= self._plan["target"]:
+            mean = round(sum(last) / len(last), 9)
+            if len(last) == self._plan["evaluations"] and mean >= self._plan["target"]:
                 control.should_training_stop = True
         self._since = now()
 

@@ -1,7 +1,7 @@
-"""One engine of the benchmark in a process of its own, on one core, that decodes its load each time it is told to.
+r"""One engine of the benchmark in a process of its own, on one core, that decodes its load each time it is told to.
 
-    stdin   RUN\\n ...                           numbers of runs; its end ends the process
-    stdout  {"error": ...}\\n {"tokens": ...}\\n  when it is ready, then one object a run
+    stdin   RUN\n ...                           numbers of runs; its end ends the process
+    stdout  {"error": ...}\n {"tokens": ...}\n  when it is ready, then one object a run
 
 ``python -m actors.bench.child SIDE CASE --model DIR --slots N --sequences N``
 """
@@ -18,8 +18,8 @@ from typing import get_args
 
 import torch
 
-from actors.bench.load import CaseName, make_load
-from actors.bench.sides import Side, make_side, worst_error
+from actors.bench.load import CaseName, Side, make_load
+from actors.bench.sides import make_side, worst_error
 from async_rl.process import cpu_seconds, die_with_parent, run_guarded
 
 _CHECKED = 32
@@ -36,14 +36,19 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, required=True)
     args = parser.parse_args()
     die_with_parent()
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print goes to stderr
     load = make_load(args.case, args.model, args.sequences)
     run = make_side(args.side, args.model, load, args.slots)
     few = load.requests[:_CHECKED]
-    print(json.dumps({"error": worst_error(args.model, few, run(few))}), file=answers)
+    error = worst_error(args.model, few, run(few))
+    core = max(os.sched_getaffinity(0))
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), {core})
+    limits = [request.max_new_tokens for request in load.requests]
+    facts = {"sequences": sum(request.num_samples for request in load.requests), "longest": max(limits)}
+    print(json.dumps({"error": error, **facts, "mean": sum(limits) / len(limits)}), file=answers)
     for line in sys.stdin:
         requests = load.seeded(int(line))
         began, cpu = time.perf_counter(), cpu_seconds()

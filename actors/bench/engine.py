@@ -20,8 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
-from actors.bench.load import CaseName, make_load
-from actors.bench.sides import Side
+from actors.bench.load import CaseName, Side
 from async_rl.bench.figures import REPEATS, Figure, paired, show
 from async_rl.errors import AsyncRLError
 from async_rl.models import cached_model
@@ -39,11 +38,7 @@ _BUILD_S = 600.0
 
 
 class Process:
-    """One engine in a child process; a context manager that ends it.
-
-    Raises:
-        AsyncRLError: it does not start, or its log-probabilities are not those of the model.
-    """
+    """One engine in a child process; a context manager that ends it."""
 
     def __init__(self, side: Side, case: CaseName, folder: Path, slots: int, sequences: int) -> None:
         command = [sys.executable, "-m", "actors.bench.child", side, case, "--model", str(folder)]
@@ -53,9 +48,6 @@ class Process:
         self._child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
         )
-        self.error: float = self._answer()["error"]
-        if not self.error <= TOLERANCE:
-            raise AsyncRLError(f"{side}: log-probabilities are off by {self.error:.3g}: nothing can be compared")
 
     def __enter__(self) -> Process:
         return self
@@ -67,6 +59,17 @@ class Process:
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
+
+    def ready(self) -> dict[str, Any]:
+        """Wait until it may run; what it says of its load.
+
+        Raises:
+            AsyncRLError: it does not start, or its log-probabilities are not those of the model.
+        """
+        facts = self._answer()
+        if not facts["error"] <= TOLERANCE:
+            raise AsyncRLError(f"{self.side}: log-probabilities are off by {facts['error']:.3g}: nothing to compare")
+        return facts
 
     def run(self) -> float:
         """Decode the load once: tokens per CPU second; those per second are kept in ``clock``."""
@@ -109,11 +112,8 @@ def main() -> None:
     for case in cases:
         for slots in [args.slots] if args.slots else SLOTS:
             sequences = args.sequences or REFILLS * slots
-            found, errors = measure(case, baseline, folder, slots, sequences, args.repeats)
+            found, facts[f"{case} {slots}"] = measure(case, baseline, folder, slots, sequences, args.repeats)
             figures += found
-            limits = [r.max_new_tokens for r in make_load(case, folder, sequences).requests]
-            longest, mean = max(limits), sum(limits) / len(limits)
-            facts[f"{case} {slots}"] = {"sequences": sequences, "longest": longest, "mean": mean, "errors": errors}
     show("engine", figures, args.out, model=str(folder), loads=facts, note=note)
     if note:
         print(note)
@@ -121,12 +121,13 @@ def main() -> None:
 
 def measure(
     case: CaseName, baseline: Side, folder: Path, slots: int, sequences: int, repeats: int
-) -> tuple[list[Figure], dict[str, float]]:
-    """Tokens per CPU second and per second of ours and of a baseline, and the largest errors of log-probabilities."""
+) -> tuple[list[Figure], dict[str, Any]]:
+    """Tokens per CPU second and per second of ours and of a baseline, and what is to be known of the load."""
     with (
         Process("ours", case, folder, slots, sequences) as ours,
         Process(baseline, case, folder, slots, sequences) as other,
     ):
+        facts = [side.ready() for side in (ours, other)]
         per_cpu = paired(ours.run, other.run, repeats)
         clocks = [tuple(side.clock[-repeats:]) for side in (ours, other)]
         what, bar = f"{case}, {slots} slots, {sequences} sequences", BAR if baseline == "vllm" else None
@@ -134,7 +135,7 @@ def measure(
             Figure(f"{what}, CPU", "tokens/CPU s", per_cpu[0], baseline, per_cpu[1], bar),
             Figure(f"{what}, clock", "tokens/s", clocks[0], baseline, clocks[1], bar),
         ]
-        return figures, {side.side: side.error for side in (ours, other)}
+        return figures, facts[0] | {"error": {"ours": facts[0]["error"], baseline: facts[1]["error"]}}
 
 
 def _tiny() -> Path:

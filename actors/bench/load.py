@@ -24,6 +24,7 @@ from async_rl.tasks.addition import problems
 from async_rl.tasks.prompt import encode_prompt
 
 CaseName = Literal["lengths", "task"]
+Side = Literal["ours", "vllm", "loop"]
 
 MEDIAN, LONGEST = 32, 256
 """Tokens of an answer of ``lengths``; p99 / p50 is 10 before the cut."""
@@ -75,9 +76,7 @@ def make_load(case: CaseName, folder: Path, sequences: int) -> Load:
     if case == "lengths":
         limits = Lengths(kind="lognormal", median=MEDIAN, longest=LONGEST).draw(rng, number).tolist()
     requests = [
-        Request(
-            id=i, prompt=prompt, num_samples=size, seed=(_SEED, 0, i), max_new_tokens=limit, temperature=1.0
-        )
+        Request(id=i, prompt=prompt, num_samples=size, seed=(_SEED, 0, i), max_new_tokens=limit, temperature=1.0)
         for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     ]
     return Load(

@@ -11,20 +11,18 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from actors.bench.load import Load
+from actors.bench.load import Load, Side
 from actors.engines.base import Request
 from actors.engines.torch_engine import TorchEngine
 from actors.engines.vllm_settings import CPU_DEFAULTS, CPU_ENVIRONMENT, DEFAULTS, ENVIRONMENT
 from actors.probe.main import flat_version
 from async_rl.models import last_hidden, load_causal_lm
-
-Side = Literal["ours", "vllm", "loop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ Run = Callable[[Sequence[Request]], Iterable[Sampled]]
 
 
 def make_side(side: Side, folder: Path, load: Load, slots: int) -> Run:
-    """An engine with the folder's weights that decodes ``slots`` samples at a time, and decodes requests when called."""
+    """Make an engine with the folder's weights and so many slots; it decodes requests when it is called."""
     return {"ours": _ours, "vllm": _vllm, "loop": _loop}[side](folder, load, slots)
 
 

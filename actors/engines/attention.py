@@ -1,6 +1,6 @@
 """Attention of the torch engine: prompts as in transformers, decoding tier by tier of the KV cache.
 
-    query [rows, heads, 1, dim] ──rows of a tier──► [rows * kv_heads, heads / kv_heads, dim] ──► that tier's keys, values
+    query [rows, heads, 1, dim] ──rows of a tier──► [rows, kv_heads, heads / kv_heads, dim] ──► its keys and values
 
 The queries that share a KV head are taken as that many tokens of it: same numbers, and no keys are copied.
 """
@@ -91,12 +91,15 @@ def _by_products(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: Part, scale: float
 ) -> torch.Tensor:
     """Two batched products: with so few queries per head faster than torch's kernel for the CPU."""
-    scores = torch.baddbmm(part.bias(keys.shape[1]), query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), alpha=scale)
+    bias, transposed = part.bias(keys.shape[1]), keys.flatten(0, 1).transpose(1, 2)
+    scores = torch.baddbmm(bias, query.flatten(0, 1), transposed, alpha=scale)
     return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(*query.shape[:3], -1)
 
 
 def _by_sdpa(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: Part, scale: float) -> torch.Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=part.seen[:, None, None], scale=scale)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, keys, values, attn_mask=part.seen[:, None, None], scale=scale
+    )
 
 
 AttentionInterface.register(ATTENTION, tiered_attention)

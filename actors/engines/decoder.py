@@ -1,9 +1,9 @@
-"""One token per row through a decoder of Llama's shape: the model's own layers, called without what decoding never needs.
+"""One token per row through a decoder of Llama's shape: the model's own layers, without what decoding never needs.
 
     embed ─► [ norm ─ q, k, v ─ rotate ─ cache, attention by tiers ─ o ─ + ─ norm ─ mlp ─ + ] × layers ─► norm
 
-At a few hundred rows of a small model transformers' forward takes as long around the arithmetic as in it. It remains what
-reads prompts, what decodes all other models, and what this one is held against before it is used.
+At a few hundred rows of a small model transformers' forward takes as long around the arithmetic as in it. It reads
+prompts, decodes all other models, and is what this one is held against before it is used.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from async_rl.models import last_hidden
 
 _TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """``model_type`` of the architectures whose layers are of this shape."""
+_ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""``rope_type`` of those whose angles depend on the position only, not on the length of the sequence."""
 _PROBE = 12
 """Tokens of the sequence on which both forwards are compared."""
 _TOLERANCE = 1e-4
@@ -39,6 +41,7 @@ class Decoder:
         attention = self._model.layers[0].self_attn
         self._dim = attention.head_dim
         self._scale = attention.scaling
+        self._table = torch.empty(2, 0, 1, self._dim)
 
     @torch.inference_mode()
     def agrees(self, cache: KVCache) -> bool:
@@ -67,15 +70,22 @@ class Decoder:
             cache: whose step was begun; it may have fewer rows, the others are padding.
         """
         hidden = self._model.embed_tokens(tokens)
-        cos, sin = (part[0, :, None] for part in self._model.rotary_emb(hidden, positions[None]))
-        # (-x2, x1) sin = (x2, x1) (-sin, sin): one roll in place of a negation and two slices
-        half = self._dim // 2
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+        cos, sin = self._rotation(hidden, cache.longest)[:, positions]
         for index, layer in enumerate(self._model.layers):
             hidden = hidden + self._attention(layer, _norm(layer.input_layernorm, hidden), index, cos, sin, cache)
             mlp, inputs = layer.mlp, _norm(layer.post_attention_layernorm, hidden)
             hidden += linear(mlp.down_proj, mlp.act_fn(linear(mlp.gate_proj, inputs)).mul_(linear(mlp.up_proj, inputs)))
         return _norm(self._model.norm, hidden)
+
+    def _rotation(self, hidden: Tensor, longest: int) -> Tensor:
+        """Cosines and sines of positions 0 to ``longest`` and maybe more: [2, positions, 1, head_dim]."""
+        if self._table.shape[1] <= longest:
+            positions = torch.arange(2 * longest + 1, device=hidden.device)
+            cos, sin = (part[0] for part in self._model.rotary_emb(hidden, positions[None]))
+            # (-x2, x1) sin = (x2, x1) (-sin, sin): one roll in place of a negation and two slices
+            half = self._dim // 2
+            self._table = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), -1)))[:, :, None]
+        return self._table
 
     def _attention(self, layer: Any, inputs: Tensor, index: int, cos: Tensor, sin: Tensor, cache: KVCache) -> Tensor:
         attention, rows = layer.self_attn, len(inputs)
@@ -93,11 +103,12 @@ class Decoder:
 
 
 def decodes(model: Any) -> bool:
-    """Whether a :class:`Decoder` is to be tried with a model: float32, of a known shape, rotating all of each head."""
+    """Whether to try a :class:`Decoder` with a model: float32, of a known shape, each head rotated as a whole."""
     base = model.base_model
     return (
         model.config.model_type in _TYPES
         and next(model.parameters()).dtype == torch.float32
+        and base.rotary_emb.rope_type in _ROTATIONS
         and base.rotary_emb.inv_freq.numel() * 2 == base.layers[0].self_attn.head_dim
     )
 

@@ -69,8 +69,11 @@ class KVCache(Cache):
         self._stores: dict[int, torch.Tensor] = {}
         self._prefill: Sequence[tuple[int, torch.Tensor, torch.Tensor, int]] | None = None
         self._counted = torch.arange(_SHORTEST, device=device)
+        self._most_rows = 0
         self.parts: list[Part] = []
         """Of the decode step that was begun last."""
+        self.longest = 0
+        """Largest position in it."""
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +87,7 @@ class KVCache(Cache):
     def free(self) -> None:
         """Give the memory back; no row is in use."""
         self._stores.clear()
+        self._most_rows = 0
         self.parts = []
 
     def begin_prefill(self, tier: Ints, place: Ints, length: int) -> None:
@@ -109,16 +113,17 @@ class KVCache(Cache):
             What to give to the model as attention mask.
         """
         self._prefill = None
-        layers, heads, dim = self._shape
+        heads = self._shape[1]
         numbers, first, counts = np.unique(tier, return_index=True, return_counts=True)
         longest = np.maximum.reduceat(length, first)
-        capacity = [self._reserve(*part) for part in zip(numbers.tolist(), counts.tolist(), (longest + 1).tolist())]
+        spans = list(zip(numbers.tolist(), first.tolist(), counts.tolist(), longest.tolist(), strict=True))
+        capacity = [self._reserve(number, count, most + 1) for number, _, count, most in spans]
         place = np.arange(len(tier)) - np.repeat(first, counts)
-        index = ((place[:, None] * heads + np.arange(heads)) * np.repeat(capacity, counts)[:, None] + length[:, None])
+        index = (place[:, None] * heads + np.arange(heads)) * np.repeat(capacity, counts)[:, None] + length[:, None]
         host = torch.from_numpy(np.concatenate([length, index.ravel()])).to(self._device)
         positions, index_device = host[: len(tier)], host[len(tier) :]
-        self.parts = []
-        for number, start, count, most in zip(numbers.tolist(), first.tolist(), counts.tolist(), longest.tolist()):
+        self.parts, self.longest = [], int(longest.max())
+        for number, start, count, most in spans:
             attended = -(-(most + 1) // _POSITIONS) * _POSITIONS
             seen = self._range(attended) <= positions[start : start + count, None]
             self.parts.append(Part(number, count, seen, index_device[start * heads : (start + count) * heads]))
@@ -144,7 +149,7 @@ class KVCache(Cache):
         return none if self._tiers else self.read(self.parts[0], layer_idx)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> None:
-        """Store the new keys and values [rows, kv_heads, head_dim] of a decode step; rows beyond its own are padding."""
+        """Store new keys and values [rows, kv_heads, head_dim] of a decode step; rows beyond its own are padding."""
         end, dim = 0, keys.shape[-1]
         for part in self.parts:
             begin, end = end, end + part.num_rows
@@ -164,7 +169,19 @@ class KVCache(Cache):
             self._reserve(copy.target_tier, int(copy.target.max()) + 1, kept)
             index = torch.from_numpy(np.stack([copy.source, copy.target])).to(self._device)
             source, target = self._stores[copy.source_tier], self._stores[copy.target_tier]
-            target[:, :, index[1], :, :kept] = source[:, :, index[0], :, :kept]
+            target[:, :, index[1], :, :kept] = source[:, :, :, :, :kept].index_select(2, index[0])
+
+    def trim(self, tier: Ints) -> None:
+        """Free tiers without rows once twice the memory is taken that the same rows would take in one padded tensor.
+
+        Args:
+            tier: [num_rows] of each row in use.
+        """
+        self._most_rows = max(self._most_rows, len(tier))
+        taken = sum(store.shape[2] * store.shape[4] for store in self._stores.values())
+        if len(tier) and taken > 2 * _round_up(self._most_rows) * int(self._lengths[tier.max()]):
+            for number in self._stores.keys() - set(tier.tolist()):
+                del self._stores[number]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions before a prefill: none, a prompt is read at once; decoding passes its positions and mask."""

@@ -57,9 +57,12 @@ def plan_rows(rows: Ints, tokens: Ints, tier: Ints, place: Ints, wanted: Ints) -
         place: [num_rows] in its tier.
         wanted: [num_rows] the tier that its children need, not below its own.
     """
-    base = int(tokens.max()) + 1 if len(tokens) else 1
-    children, row_of = np.unique(rows * base + tokens, return_inverse=True)
-    parent, token = children // base, children % base
+    if (rows[1:] > rows[:-1]).all():  # no row is shared
+        parent, token, row_of = rows, tokens, np.arange(len(rows))
+    else:
+        base = int(tokens.max()) + 1
+        children, row_of = np.unique(rows * base + tokens, return_inverse=True)
+        parent, token = children // base, children % base
     old_tier, old_place, new_tier = tier[parent], place[parent], wanted[parent]
     count = np.bincount(new_tier, minlength=1)
     stays = (old_tier == new_tier) & (old_place < count[new_tier])
@@ -77,6 +80,6 @@ def plan_rows(rows: Ints, tokens: Ints, tier: Ints, place: Ints, wanted: Ints) -
             at = moved[old_tier[moved] == source]
             copies.append(Copy(source, old_place[at], target, new_place[at]))
     order = np.lexsort((new_place, new_tier))
-    number = np.empty(len(children), np.int64)
-    number[order] = np.arange(len(children))
+    number = np.empty(len(parent), np.int64)
+    number[order] = np.arange(len(parent))
     return RowPlan(number[row_of], parent[order], token[order], new_tier[order], new_place[order], copies)

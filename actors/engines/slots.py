@@ -21,6 +21,8 @@ from actors.engines.sampling import uniforms
 
 _QUANTA = 16
 """A request's samples may be split over several admissions, each of at least a ``_QUANTA``-th of the slots."""
+_WAITING = 16
+"""While others run, slots are filled once a ``_WAITING``-th of them is free: few prompts cost a whole forward, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ class Slots:
             One entry per new row from ``first_row``: the request whose prompt belongs there.
         """
         admitted: list[Request] = []
+        if len(self.active) and len(self._free) < min(self._queued, self.count // _WAITING):
+            return admitted
         quantum = max(1, self.count // _QUANTA)
         added = [self.active]
         while self._queue:

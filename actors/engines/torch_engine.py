@@ -69,14 +69,14 @@ class TorchEngine:
     ) -> None:
         self._model = load_causal_lm(model_path, dtype, device, weights=False).requires_grad_(False)
         self._tiers = bool(getattr(self._model, "_supports_attention_backend", False))
-        self._pads = use_onednn(self._model) and self._tiers
+        self._pads = use_onednn(self._model)
         if self._tiers:
             self._model.set_attn_implementation(ATTENTION)
         self._head = self._model.get_output_embeddings()
         self._device, self._context, self._recompute = device, context, kv_cache == "recompute"
         config = self._model.config
         self._vocab = int(config.vocab_size)
-        make_cache = partial(
+        self._make_cache = partial(
             KVCache,
             layers=config.num_hidden_layers,
             kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
@@ -85,7 +85,7 @@ class TorchEngine:
             device=device,
             tiers=self._tiers,
         )
-        self._cache, self._probe_cache = make_cache(), make_cache()
+        self._cache = self._make_cache()
         self._decoder = Decoder(self._model) if self._tiers and decodes(self._model) else None
         self._weights = FlatWeights(self._model)
         self._version = -1
@@ -137,7 +137,7 @@ class TorchEngine:
             self._slots.submit(request)
 
     def step(self, timeout_s: float) -> list[Completion]:
-        """Admit what fits, give each running sample one token, return those that ended. Never waits: idle is ``[]``.
+        """Fill free slots, give each running sample one token, return those that ended. Never waits: idle is ``[]``.
 
         Raises:
             WeightsError: no version was loaded and proven, or it gives log-probabilities that are not numbers.
@@ -174,9 +174,8 @@ class TorchEngine:
             )
         if self._version < 0:
             check_head(self._model)
-            if self._decoder is not None and not self._decoder.agrees(self._probe_cache):
+            if self._decoder is not None and not self._decoder.agrees(self._make_cache()):
                 self._decoder = None
-            self._probe_cache.free()
         self._version, self._proven = manifest.version, True
         if self._recompute and len(self._cached):
             prefixes = self._slots.prefixes(len(self._cached))
@@ -213,7 +212,7 @@ class TorchEngine:
     def close(self) -> None:
         """Free model and cache."""
         self._slots = Slots(0, ())
-        del self._model, self._head, self._weights, self._cache
+        del self._model, self._head, self._decoder, self._weights, self._cache
 
     def _check(self, request: Request) -> None:
         length = len(request.prompt) + request.max_new_tokens
@@ -230,7 +229,7 @@ class TorchEngine:
     def _decode(self) -> list[torch.Tensor]:
         mask = self._cache.begin_decode(self._tier, self._cached)
         num_rows = len(self._cached)
-        inputs_host = np.zeros((2, padded(num_rows) if self._pads else num_rows), np.int64)
+        inputs_host = np.zeros((2, padded(num_rows) if self._pads and self._tiers else num_rows), np.int64)
         inputs_host[:, :num_rows] = self._pending, self._cached
         inputs = torch.from_numpy(inputs_host).to(self._device)
         if self._decoder is not None:
@@ -289,13 +288,19 @@ class TorchEngine:
         parts = []
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
-            tokens, logprobs = sample_tokens(self._head(hidden[rows]), draws.temperature[rows], draws.u[rows])
+            tokens, logprobs = sample_tokens(self._logits(hidden[rows]), draws.temperature[rows], draws.u[rows])
             parts.append(torch.stack([tokens.int(), logprobs.view(torch.int32)]))
         packed = torch.cat(parts, 1).cpu().numpy()[:, draws.row, draws.rank]
         logprobs_host = packed[1].view(np.float32)
         if not np.isfinite(logprobs_host).all():
             raise WeightsError(f"version {self._version} of the weights gives log-probabilities that are not numbers")
         return packed[0], logprobs_host
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        num_rows = len(hidden)
+        more = padded(num_rows) - num_rows if self._pads else 0
+        logits: torch.Tensor = self._head(torch.nn.functional.pad(hidden, (0, 0, 0, more)) if more else hidden)
+        return logits[:num_rows]
 
     def _branch(self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> None:
         """Give each distinct continuation of a row its own row, and free rows that nothing continues."""
@@ -304,6 +309,7 @@ class TorchEngine:
             self._cache.copy(plan.copies, int(self._cached.max()))
         self._cached, self._pending = self._cached[plan.parent], plan.token
         self._tier, self._place = plan.tier, plan.place
+        self._cache.trim(self._tier)
         self._slots.move(plan.row)
 
 

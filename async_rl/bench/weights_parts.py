@@ -28,7 +28,7 @@ from async_rl.wire import pack_header, unpack_header
 
 ANSWER_S = 120.0
 """A child may take so long to start, or to answer."""
-_LOOK_MS = 1000
+_LOOK_MS = 100
 _END_S = 20.0
 
 
@@ -142,9 +142,9 @@ class RawServer:
     def _run(self) -> None:
         while not self._ended.is_set():
             if self._socket.poll(_LOOK_MS):
-                peer, request = self._socket.recv_multipart()
+                peer, request = self._socket.recv_multipart(zmq.NOBLOCK)
                 chunk = self._manifest.chunk(self._data, unpack_header(request)["chunk"])
-                self._socket.send_multipart([peer, request, chunk], copy=False)
+                self._socket.send_multipart([peer, request, chunk], zmq.NOBLOCK, copy=False)
 
 
 def pull_raw(socket: zmq.Socket[bytes], nbytes: int, chunk_bytes: int) -> float:
@@ -156,7 +156,7 @@ def pull_raw(socket: zmq.Socket[bytes], nbytes: int, chunk_bytes: int) -> float:
     while arrived < nbytes:
         if not socket.poll(int(ANSWER_S * 1e3)):
             raise DeadlineError(f"nothing from the raw socket for {ANSWER_S:g} s")
-        arrived += len(socket.recv_multipart(copy=False)[1])
+        arrived += len(socket.recv_multipart(zmq.NOBLOCK, copy=False)[1])
         if (following := next(todo, None)) is not None:
             socket.send(pack_header({"type": "get", "chunk": following}))
     return time.perf_counter() - began

@@ -15,11 +15,14 @@ KEPT_BYTES = 256 << 20
 """So much free memory at the end of a heap is not given back."""
 _MAPPED_FROM = 32 << 20
 """Larger blocks are still mapped one by one; the most that mallopt takes."""
+_SETTINGS = ((_TRIM_THRESHOLD, KEPT_BYTES), (_MMAP_THRESHOLD, _MAPPED_FROM), (_ARENA_MAX, 1))
 
 
 def keep_free_memory() -> bool:
     """Reuse free memory from now on; False where the C library has no such setting."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
     # one heap for all threads: the heaps of others come in parts of 64 MiB that are given back as soon as they are free
-    wanted = ((_TRIM_THRESHOLD, KEPT_BYTES), (_MMAP_THRESHOLD, _MAPPED_FROM), (_ARENA_MAX, 1))
-    return mallopt is not None and all([mallopt(*setting) for setting in wanted])
+    taken = [mallopt(*setting) for setting in _SETTINGS]
+    return all(taken)

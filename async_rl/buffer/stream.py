@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import Generator, Philox  # now: numpy would open files when it is first used
 
 
 def task_index(seed: int, ordinal: int, num_tasks: int) -> int:
@@ -26,4 +27,4 @@ def task_index(seed: int, ordinal: int, num_tasks: int) -> int:
 @lru_cache(maxsize=4)
 def _permutation(seed: int, epoch: int, num_tasks: int) -> npt.NDArray[np.int64]:
     key = np.array([seed, epoch], np.uint64)
-    return np.random.Generator(np.random.Philox(key=key)).permutation(num_tasks)
+    return Generator(Philox(key=key)).permutation(num_tasks)

@@ -26,7 +26,7 @@ def unlink_unused(run_id: str = "*") -> list[Path]:
     """Remove this user's copies that no living process uses, of one run or of all; those that were removed."""
     removed = []
     for path in copy_files(run_id):
-        with contextlib.suppress(PermissionError):  # of another user
+        with contextlib.suppress(OSError):  # somebody else's, or no file of ours at all: it stays
             if path.name.endswith(TURN):
                 if remove_if_free(path):
                     removed.append(path)

@@ -351,10 +351,13 @@ def test_the_janitor_removes_copies_that_nobody_uses_and_leaves_the_others():
     name = f"test-{uuid.uuid4().hex[:8]}"
     unused, used, part = (SHM / f"async_rl-{name}@{end}" for end in ("0.1", "0.2", "part-0"))
     other = SHM / f"async_rl-{name}.longer@0.1"
+    planted = [SHM / f"async_rl-{name}.planted@{end}" for end in ("turn", "0.1")]
     try:
         for path in (unused, used, part, other):
             path.touch(0o600)
         os.mkfifo(SHM / f"async_rl-{name}@turn", 0o600)
+        for path in planted:
+            path.symlink_to(used)
         with used.open() as held, other.open() as held_too:
             for file in (held, held_too):
                 fcntl.flock(file, fcntl.LOCK_SH)
@@ -362,11 +365,12 @@ def test_the_janitor_removes_copies_that_nobody_uses_and_leaves_the_others():
                 pass
             assert copy_files(name) == [used]
             assert other.exists()
+            assert all(path.is_symlink() for path in planted)
         # the run's own janitor knows its name, and asks nobody
         assert unlink_run(name) == [used]
         assert other.exists()
     finally:
-        for path in (*copy_files(name), other):
+        for path in (*copy_files(name), other, *planted):
             path.unlink(missing_ok=True)
 
 

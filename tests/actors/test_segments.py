@@ -26,6 +26,19 @@ def test_a_file_that_was_replaced_is_mapped_again(tmp_path):
     assert bytes(segments.map(str(path), 5)) == b"newer"
 
 
+def test_a_file_that_has_another_name_is_not_mapped_again(tmp_path):
+    path, segments = tmp_path / "1", Segments()
+    path.write_bytes(b"abc")
+    segments.map(str(path), 3)
+    (tmp_path / "another").write_bytes(b"x")
+    os.rename(path, tmp_path / "2")
+    segments.map(str(tmp_path / "another"), 1)  # what is gone is forgotten now
+    assert bytes(segments.map(str(tmp_path / "2"), 3)) == b"abc"
+    with open("/proc/self/maps") as maps:
+        assert sum(str(tmp_path) in line for line in maps) == 2
+    segments.close()
+
+
 def test_only_a_few_files_stay_mapped(tmp_path):
     segments = Segments()
     for i in range(9):

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.errors import WeightsError
-from async_rl.weights.manifest import Manifest, Tensor, chunk_checksums, combine
+from async_rl.weights.manifest import Manifest, Tensor, chunk_checksums, combine, copy_checksum
 
 DATA = bytes(range(24)) * 2  # 48 bytes: float32 [2, 3] and bfloat16 [12]
 CHUNK = 20  # chunks of 20, 20 and 8 bytes
@@ -104,3 +106,10 @@ def test_a_fuzzed_field_gives_a_consistent_manifest_or_a_weights_error(changes: 
 def test_anything_that_is_no_manifest_is_a_weights_error(fields: Any):
     with pytest.raises(WeightsError):
         Manifest.from_wire(fields)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 256 << 10, (1 << 20) + 3])
+def test_a_copy_has_the_checksum_of_its_chunk(nbytes):
+    source, target = np.random.default_rng(0).bytes(nbytes), bytearray(nbytes)
+    assert copy_checksum(memoryview(target), memoryview(source)) == xxhash.xxh3_64_intdigest(source)
+    assert target == source

@@ -3,10 +3,12 @@
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from async_rl.errors import ConfigError, WeightsError
 from async_rl.process import host_id
@@ -116,3 +118,18 @@ def test_a_cuda_vector_arrives_equal(run_id: str):
             publisher.publish(flat, 1, evaluated=False)
         )
         publisher.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunks_that_are_copied_in_parts_have_the_checksums_of_their_bytes(
+    run_id: str, dtype: Literal["float32", "bfloat16"]
+):
+    numel = 400_001
+    publisher = Publisher(run_id, [("w", (numel,), 0, numel)], chunk_bytes=1 << 20, dtype=dtype)
+    flat = torch.rand(numel, generator=torch.Generator().manual_seed(0))
+    manifest = publisher.publish(flat, 0, evaluated=False)
+    held = flat.to(getattr(torch, dtype)).view(torch.uint8).numpy().tobytes()
+    assert manifest.chunks == tuple(
+        xxhash.xxh3_64_intdigest(held[i : i + (1 << 20)]) for i in range(0, len(held), 1 << 20)
+    )
+    assert read(manifest) == held

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# All figures of docs/performance.md once more, one benchmark after the other, and its table written anew: about an hour
+# on an otherwise idle machine. A benchmark whose file lies in OUT already is not repeated.
+#   bash scripts/bench_all.sh OUT [TRL_PYTHON]      TRL_PYTHON: python of an environment that has trl; without it that part is left out
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out="$(realpath -m "${1:?usage: bash scripts/bench_all.sh OUT [TRL_PYTHON]}")"
+trl="${2:-}"
+mkdir -p "$out"
+python="$PWD/.venv/bin/python"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
+
+bench() {
+  local file="$out/$1.json"
+  shift
+  if [ -f "$file" ]; then return; fi
+  echo "== $(date +%T) $*"
+  "$@" --out "$file" || failed+=("$*")
+}
+failed=()
+
+bench 1-utilization "$python" -m async_rl bench utilization --ratios 0.5,1,2 --plot "$out/utilization.svg"
+bench 2-transport "$python" -m async_rl bench transport
+bench 3-buffer "$python" -m async_rl bench buffer
+bench 4-weights "$python" -m async_rl bench weights
+bench 5-engine "$python" -m async_rl bench engine
+bench 6-learner-arithmetic "$python" -m async_rl bench learner --case arithmetic
+bench 7-learner-smollm2 "$python" -m async_rl bench learner --case smollm2 --sequences 128
+if [ ! -f "$out/8-async.json" ]; then
+  echo "== $(date +%T) a whole run with overlap and in turns"
+  "$python" scripts/bench_async.py "$out/async-runs" && mv "$out/async-runs/async.json" "$out/8-async.json" || failed+=("bench_async.py")
+fi
+if [ -n "$trl" ]; then
+  bench 9-trl-learner "$python" scripts/bench_trl.py --trl-python "$trl"
+  bench 10-trl-end-to-end "$python" scripts/compare_trl.py "$out/trl-runs" --trl-python "$trl"
+else
+  echo "== TRL: left out, no TRL_PYTHON was given"
+fi
+
+"$python" scripts/bench_page.py "$out"
+if [ "${#failed[@]}" -gt 0 ]; then
+  printf 'failed: %s\n' "${failed[@]}"
+  exit 1
+fi
