@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
 def test_hosts_started_by_hand_lose_one_actor_and_gain_another(tmp_path, small):
     out = tmp_path / "run"
-    small |= {"steps": 30, "buffer.heartbeat_s": 0.5, "actors.mock_latency_s": 0.05, "actors.engine": "mock"}
+    small |= {"steps": 100, "buffer.heartbeat_s": 0.5, "actors.mock_latency_s": 0.3, "actors.engine": "mock"}
     settings = overrides(small)
     config = tmp_path / "config.toml"
     learner = start("learner", "arithmetic", *settings, "--out", str(out), log=tmp_path / "learner.log")
@@ -57,7 +57,7 @@ def test_hosts_started_by_hand_lose_one_actor_and_gain_another(tmp_path, small):
         for process in (learner, *actors.values()):
             process.kill()
             process.wait(10)
-    assert_sound(out, bound=2, steps=30)
+    assert_sound(out, bound=2, steps=100)
     joined = (out / "logs" / "server.log").read_text()
     assert "first is gone" in joined
     assert "late (actor) joined" in joined
