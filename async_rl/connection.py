@@ -302,7 +302,7 @@ class Connection:
             self._say(f"the server at {self._address} has not answered for {silent_s:g} s; trying for {patience_s:g} s")
 
     def _say(self, sentence: str) -> None:
-        print(f"async-rl: {self._hello['name']}: {sentence}", file=sys.stderr, flush=True)
+        print(f"async-rl: warning: {self._hello['name']}: {sentence}", file=sys.stderr, flush=True)
 
     def _beat(self) -> None:
         self._send("beat", {"cpu_s": cpu_seconds(), "rss_bytes": rss_bytes(), **self._beat_info()})

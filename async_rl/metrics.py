@@ -98,7 +98,7 @@ class MetricsWriter:
             self._full = True
             return
         if self._full:
-            print("async-rl: metrics.jsonl can be written again", file=sys.stderr, flush=True)
+            print("metrics.jsonl can be written again: all that waited is in it", file=sys.stderr, flush=True)
         self._full = False
 
 
@@ -129,7 +129,11 @@ class _Guarded:
             action()
         except Exception as error:
             self._sink = None
-            print(f"async-rl: {self._name} is off for the rest of the run: {error!r}", file=sys.stderr, flush=True)
+            print(
+                f"async-rl: warning: {self._name} is off for the rest of the run: {error!r}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class _TensorBoard:

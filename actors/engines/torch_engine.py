@@ -11,6 +11,7 @@ sharing one as long as they draw equal tokens. A short answer that most samples 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -38,6 +39,11 @@ _PREFILL_TOKENS = 16_384
 """Most tokens (padding included) of one prefill forward."""
 _LOGITS = 1 << 23
 """Most logits that are held at the same time."""
+
+_SLOWER = (
+    "the engine's own decode step does not give what this model's forward gives; it decodes with that one, slower. "
+    "Please report the architecture"
+)
 
 
 class TorchEngine:
@@ -175,6 +181,7 @@ class TorchEngine:
         if self._version < 0:
             check_head(self._model)
             if self._decoder is not None and not self._decoder.agrees(self._make_cache()):
+                print(f"async-rl: warning: {_SLOWER}", file=sys.stderr, flush=True)
                 self._decoder = None
         self._version, self._proven = manifest.version, True
         if self._recompute and len(self._cached):

@@ -29,10 +29,11 @@ def is_hopeless(exit_code: int, sentence: str | None) -> bool:
     """Whether another life would end the same way: the process said itself why it cannot go on.
 
     Args:
-        exit_code: negative for a signal. One that was killed, or was told to come back, said nothing about itself.
+        exit_code: negative for a signal, 128 and the signal's number if it was caught. One that was killed, or was told
+            to end or to come back, said nothing about itself.
         sentence: of its own, if it left one (:func:`async_rl.launch.children.sentence`).
     """
-    return exit_code > 0 and exit_code != StartAgainError.exit_code and sentence is not None
+    return 0 < exit_code < 128 and exit_code != StartAgainError.exit_code and sentence is not None
 
 
 @dataclass(slots=True)

@@ -47,6 +47,7 @@ def test_what_says_itself_why_it_cannot_go_on_is_given_up_at_once():
     assert not is_hopeless(1, None)  # a traceback, or nothing
     assert not is_hopeless(75, "rank 0 has lost the others")  # told to come back
     assert not is_hopeless(-9, "the last words of an earlier thought")
+    assert not is_hopeless(143, "the last words of an earlier thought")  # SIGTERM, caught
     assert not is_hopeless(0, "done")
 
 

@@ -22,13 +22,13 @@ from tests.system.conftest import (
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
-STEPS = 10
+STEPS = 16
 SAME = ("reward/mean", "grad_norm", "lr", "kl_coef", "tokens/step", "tokens/trained")
 
 
 def settings(small, **more):
     """Nothing may be stale, so that the run is determined; rate and β move."""
-    small |= {"steps": STEPS, "checkpoint.every": 4, "checkpoint.keep": 3, "eval.every": 0, "buffer.max_staleness": 0}
+    small |= {"steps": STEPS, "checkpoint.every": 4, "checkpoint.keep": 4, "eval.every": 0, "buffer.max_staleness": 0}
     small |= {"learner.lr_schedule": "kl_adaptive", "learner.warmup_steps": 3}
     small |= {"algorithm.kl_coef": 0.1, "algorithm.kl_controller": "adaptive", "algorithm.minibatches": 2}
     return overrides(small | more)
@@ -98,7 +98,7 @@ def test_a_run_that_is_resumed_with_more_ranks_and_actors_is_the_run_that_it_wou
 ):
     expected, out = reference(undisturbed, small), tmp_path / "run"
     shutil.copytree(expected, out)
-    for step in (8, STEPS):  # as if it had been killed with its launcher after step 4
+    for step in (8, 12, STEPS):  # as if it had been killed with its launcher after step 4
         shutil.rmtree(out / f"checkpoints/step_{step}")
     more = {"learner.ranks": 2, "actors.count": 2}
     done = run("run", "--resume", str(out), *overrides(more))

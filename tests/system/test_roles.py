@@ -60,7 +60,7 @@ def test_four_roles_train_and_scorers_give_what_the_learner_and_the_actor_would_
 
 def test_killing_scorers_loses_nothing(tmp_path, small):
     out = tmp_path / "run"
-    small |= FOUR_ROLES | {"steps": 14, "eval.every": 0}
+    small |= FOUR_ROLES | {"steps": 36, "eval.every": 0}
     launcher = start("run", "arithmetic", *overrides(small), "--out", str(out), log=tmp_path / "run.log")
     try:
         for stage, steps in (("reward", 3), ("reference", 8)):
@@ -71,12 +71,12 @@ def test_killing_scorers_loses_nothing(tmp_path, small):
     finally:
         launcher.kill()
         launcher.wait(10)
-    summary = assert_sound(out, bound=2, steps=14)
+    summary = assert_sound(out, bound=2, steps=36)
     assert summary["restarts"] == {"reward0": 1, "reference0": 1}
     assert summary["ledger"]["failed"] == 0
     # groups are scored in any order, but at the end none is missing and none comes twice
     ordinals = sorted(o for batch in rows(out / "batches.jsonl") for o in batch["ordinals"])
-    assert len(set(ordinals)) == len(ordinals) == 14 * 8
+    assert len(set(ordinals)) == len(ordinals) == 36 * 8
     assert {attempt for batch in rows(out / "batches.jsonl") for attempt in batch["attempts"]} == {0}
 
 

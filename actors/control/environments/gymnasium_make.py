@@ -114,7 +114,7 @@ def _maker(env_id: str, kwargs: dict[str, Any]) -> Callable[[], gymnasium.Env[An
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    print(f"async-rl: mujoco: {message}", file=sys.stderr, flush=True)
+    print(f"async-rl: warning: mujoco: {message}", file=sys.stderr, flush=True)
 
 
 def _limit(config: EnvConfig, env: VectorEnv[Any, Any, Any]) -> int | None:
