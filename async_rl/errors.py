@@ -2,6 +2,7 @@
 
 AsyncRLError
 ├── ConfigError       a setting is wrong: names the field, the value and the remedy
+│   └── SchemaError   files of a run are whole, but another version of this package wrote them
 ├── WireError         a message is malformed, too large or of another schema version
 ├── HandshakeError    the other side speaks another protocol or runs another config
 ├── WeightsError      bytes of a weight version do not match what was published
@@ -19,6 +20,10 @@ class AsyncRLError(Exception):
 
 class ConfigError(AsyncRLError):
     """A setting is wrong. The message names the field, the value and what to do."""
+
+
+class SchemaError(ConfigError):
+    """Files of a run are whole, but in the form of another version of this package: nothing is to be set aside."""
 
 
 class WireError(AsyncRLError):

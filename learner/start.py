@@ -15,7 +15,7 @@ from pathlib import Path
 
 from async_rl.buffer import journal
 from async_rl.config import RunConfig
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, SchemaError
 from async_rl.runfolder import CHECKPOINT_FILES, MODEL_FILES
 from learner.checkpoint import ContractError, TrainerState, fresh_state, read_state
 from learner.domain import Domain
@@ -74,7 +74,7 @@ def newest(config: RunConfig, out: Path, build: Build) -> tuple[Path, Domain] | 
             read_state(folder, config)
             journal.load(folder)
             return folder, load(folder, build)
-        except ContractError:
+        except (ContractError, SchemaError):
             raise
         except ConfigError as error:
             problem = problem or str(error)

@@ -240,7 +240,7 @@ def load_tokenizer(folder: str) -> Any:
 
 def load_model(folder: str) -> Any:
     """In float32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
 
 
 def now() -> tuple[float, float]:

@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import json
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ TOLERANCE = 1e-3
 """Largest error of a log-probability, float32."""
 _END_S = 30.0
 _BUILD_S = 600.0
+_ANSWER_S = 1_800.0
 
 
 class Process:
@@ -58,7 +60,7 @@ class Process:
             self._child.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._child.kill()
-            self._child.wait()
+            self._child.wait(_END_S)
 
     def ready(self) -> dict[str, Any]:
         """Wait until it may run; what it says of its load.
@@ -82,6 +84,10 @@ class Process:
 
     def _answer(self) -> dict[str, Any]:
         assert self._child.stdout is not None
+        if not select.select([self._child.stdout], [], [], _ANSWER_S)[0]:  # one line an answer: none is in the buffer
+            raise AsyncRLError(
+                f"the process of {self.side} has not answered for {_ANSWER_S:.0f} s: use fewer sequences"
+            )
         line = self._child.stdout.readline()
         if not line:
             raise AsyncRLError(f"the process of {self.side} ended with exit code {self._child.wait(_END_S)}")

@@ -25,7 +25,7 @@ from async_rl.buffer.fields import shown
 from async_rl.buffer.ledger import Ledger
 from async_rl.buffer.records import Entry, Rules
 from async_rl.data import Group
-from async_rl.errors import ConfigError, WireError
+from async_rl.errors import ConfigError, SchemaError, WireError
 from async_rl.form import parse
 from async_rl.wire import Frame, decode_groups, encode_groups, unpack_header
 
@@ -216,7 +216,7 @@ def load(folder: Path) -> Frozen:
 
 def _check_schema(fields: dict[str, Any]) -> None:
     if fields.get("schema") != SCHEMA:
-        raise ConfigError(
+        raise SchemaError(
             f"{_LEDGER} has schema {shown(fields.get('schema'), 20)}, this version reads {SCHEMA}: go on with the "
             "version of async-rl that wrote it"
         )

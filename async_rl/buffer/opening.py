@@ -18,7 +18,7 @@ from async_rl.buffer.journaled import JournaledLedger
 from async_rl.buffer.records import Limits, Rules
 from async_rl.buffer.stream import task_index
 from async_rl.config import Config, RunConfig
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, SchemaError
 from async_rl.runfolder import RunFolder, read_json
 
 JOURNAL = "journal"
@@ -78,10 +78,16 @@ def make_ledger(config: RunConfig, limits: Limits, resume: Path | None) -> Journ
 
 
 def _newest(config: RunConfig, limits: Limits, out: Path) -> JournaledLedger:
-    """The ledger of the newest checkpoint that can be read; a fresh one without any."""
+    """The ledger of the newest checkpoint that can be read; a fresh one without any.
+
+    Raises:
+        SchemaError: another version of this package wrote it.
+    """
     for checkpoint in RunFolder(out).checkpoints():
         try:
             ledger = make_ledger(config, limits, checkpoint)
+        except SchemaError:
+            raise
         except ConfigError as error:
             print(f"async-rl: warning: {checkpoint} is passed over: {error}", flush=True)
             continue

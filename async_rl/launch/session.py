@@ -17,7 +17,7 @@ from async_rl.buffer import journal
 from async_rl.config import AnyConfig, Config, ControlConfig, RunConfig, load_any, to_toml
 from async_rl.control.spaces import Spaces
 from async_rl.curve import ClientKeys
-from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.errors import AsyncRLError, ConfigError, SchemaError
 from async_rl.launch import control_checks, preflight, token_checks
 from async_rl.launch.commands import Commands, assign_gpus, visible_gpus
 from async_rl.launch.folder_lock import FolderLock
@@ -144,7 +144,7 @@ def _newest_whole(resume: Path, *, is_control: bool) -> Path | None:
     """The newest checkpoint whose files can be read; those that cannot are named and passed over.
 
     Raises:
-        ConfigError: there are checkpoints, but none is whole.
+        ConfigError: there are checkpoints, but none is whole, or another version of this package wrote them.
     """
     damaged: ConfigError | None = None
     for checkpoint in RunFolder(resume).checkpoints():
@@ -152,6 +152,8 @@ def _newest_whole(resume: Path, *, is_control: bool) -> Path | None:
             num_parameters(checkpoint if is_control else checkpoint / "hf")
             journal.load(checkpoint)
             return checkpoint
+        except SchemaError as error:
+            raise ConfigError(f"--resume {resume}: {checkpoint}: {error}") from None
         except ConfigError as error:
             print(f"async-rl: warning: {checkpoint} is passed over: {error}", flush=True)
             damaged = error

@@ -95,15 +95,18 @@ def test_more_rows_than_one_program_of_onednn_has_are_padded_and_the_same(folder
         np.testing.assert_allclose(c.logprobs, runs[1][key].logprobs, atol=1e-4)
 
 
-def test_a_model_whose_own_forward_gives_something_else_is_decoded_by_that(folders, monkeypatch):
+def test_a_model_whose_own_forward_gives_something_else_is_decoded_by_that_and_it_is_said(folders, monkeypatch, capsys):
     monkeypatch.setattr(Decoder, "agrees", lambda *_: False)
     assert make(folders["grouped"])._decoder is None
+    assert "async-rl: warning: the engine's own decode step does not give" in capsys.readouterr().err
 
 
 def test_the_decoder_sees_a_forward_that_differs(folders, monkeypatch):
     engine = make(folders["grouped"])
     assert engine._decoder.agrees(engine._make_cache())
     monkeypatch.setattr(engine._decoder, "_scale", 1.0)  # 8**-0.5 is right
+    assert not engine._decoder.agrees(engine._make_cache())
+    monkeypatch.setattr(engine._decoder, "_scale", float("nan"))
     assert not engine._decoder.agrees(engine._make_cache())
 
 

@@ -191,6 +191,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_if_none_is_whole_that_is_said(t
     (tmp_path / "checkpoints/step_6/hf/model.safetensors").write_bytes(b"cut")
     (tmp_path / "checkpoints/step_4/groups.bin").write_bytes(b"cut")
     assert _configure(None, [], None, tmp_path)[2] == tmp_path / "checkpoints" / "step_2"
+    (tmp_path / "checkpoints/step_2/ledger.json").write_text(json.dumps({"schema": journal.SCHEMA - 1}))
+    with pytest.raises(ConfigError, match="go on with the version of async-rl that wrote it"):
+        _configure(None, [], None, tmp_path)
     said = capsys.readouterr().out
     assert "step_6 is passed over" in said
     assert "model.safetensors is no safetensors file" in said

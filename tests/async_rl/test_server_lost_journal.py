@@ -13,6 +13,7 @@ from service_helpers import Bench
 
 from async_rl.buffer import journal
 from async_rl.config import Config
+from async_rl.errors import SchemaError
 
 
 @pytest.fixture
@@ -84,6 +85,17 @@ def test_a_damaged_checkpoint_is_passed_over_when_the_journal_is_lost(bench, tmp
     shutil.rmtree(tmp_path / "journal")
     assert Bench(bench.settings, tmp_path, recover=True).ledger.version == 1
     assert "step_2 is passed over: " in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_another_version_of_this_package_is_not_passed_over_when_the_journal_is_lost(bench, tmp_path):
+    run_step(bench, 0)
+    save_checkpoint(bench, tmp_path, 1)
+    run_step(bench, 1)
+    (save_checkpoint(bench, tmp_path, 2) / "ledger.json").write_text(json.dumps({"schema": 4}))
+    bench.kill()
+    shutil.rmtree(tmp_path / "journal")
+    with pytest.raises(SchemaError, match="schema 4, this version reads"):
+        Bench(bench.settings, tmp_path, recover=True)
 
 
 def test_a_learner_with_steps_that_the_journal_does_not_know_begins_again(bench, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from types import ModuleType
@@ -253,7 +254,7 @@ def test_log_probabilities_that_differ_at_the_same_version_end_the_run():
     _, method = build_domain(config, spaces)
     group = fragment(config, spaces, method)
     wrong = {**group.arrays, "logprobs": group.arrays["logprobs"] + 0.01}
-    group = type(group)(**{**{n: getattr(group, n) for n in group.__slots__}, "arrays": wrong})
+    group = dataclasses.replace(group, arrays=wrong)
     with pytest.raises(AsyncRLError, match=r"actor and learner disagree .* \(version 0\).* 0\.01 over 48 steps"):
         method.prepare([group], 0)
     method.prepare([group], 1)  # of an older version they may differ

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from async_rl.buffer.journal import SCHEMA
 from async_rl.config import parse_control
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.runfolder import RunFolder
@@ -96,7 +97,7 @@ class Server:
     def snapshot(self, path):
         for name in ("ledger.json", "groups.bin"):
             with open(f"{path}/{name}", "w") as file:
-                file.write("{}" if name == "ledger.json" else "")
+                file.write(json.dumps({"schema": SCHEMA}) if name == "ledger.json" else "")
         return {"ok": True, "detail": ""}
 
     def send(self, kind, **fields):

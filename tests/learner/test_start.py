@@ -11,8 +11,9 @@ import torch
 from server_part import server_part
 from token_domains import counters
 
+from async_rl.buffer.journal import SCHEMA
 from async_rl.config import parse_config
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, SchemaError
 from async_rl.timer import StateTimer
 from learner.checkpoint import CheckpointError, Checkpoints, ContractError
 from learner.group import LearnerGroup, Placement
@@ -162,6 +163,16 @@ def test_a_disk_that_is_full_at_any_file_is_a_clear_error_and_what_was_written_i
         assert made.names() == ["step_3"], size
     made.save(7)
     assert made.start().state.step == 7
+
+
+def test_one_of_another_version_of_this_package_is_neither_set_aside_nor_passed_over(made):
+    made.save(3)
+    made.save(7)
+    ledger = made.out / "checkpoints" / "step_7" / "ledger.json"
+    ledger.write_text(json.dumps({"schema": SCHEMA - 1}))
+    with pytest.raises(SchemaError, match=f"schema {SCHEMA - 1}, this version reads {SCHEMA}: go on with the version"):
+        made.start()
+    assert made.names() == ["step_3", "step_7"]
 
 
 def test_the_servers_part_on_a_full_disk_leaves_nothing_either(made):
