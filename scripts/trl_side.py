@@ -4,8 +4,8 @@
     trl_side.py learner  PLAN.json           its forward and backward of a given batch, once for each line of stdin
     trl_side.py memory   PLAN.json           peak memory of one of them, in bytes
 
-Of this project it imports the reward alone. Clocks of ``train`` are those of training: imports, model loading and
-evaluation are left out, and told apart.
+Of this project it imports the reward alone. ``train`` keeps two pairs of clocks: of the whole command, and of training alone, without
+imports, model loading and evaluation.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Clock(TrainerCallback):
     def _write(self, step: int, accuracy: float, **more: float) -> None:
         self._accuracies.append(accuracy)
         row = {"step": step, "wall_s": self._spent[0], "cpu_s": self._spent[1], "accuracy": accuracy, **more}
+        row |= {"whole_wall_s": time.time() - self._plan["began"], "whole_cpu_s": now()[1]}
         with self._rows.open("a") as file:
             file.write(json.dumps(row) + "\n")
 

@@ -48,12 +48,13 @@ def test_a_line_that_is_being_written_is_no_evaluation(load, tmp_path):
 def test_figures_pair_the_seeds_that_both_solved(load):
     script = load("compare_trl")
     runs = [
-        script.Run("TRL", 0, 60.0, 90.0, 100, 4.0, []),
-        script.Run("ours", 0, 15.0, 9.0, 80, 7.0, []),
-        script.Run("ours", 1, 15.0, 9.0, 80, 7.0, []),
-        script.Run("TRL", 1, None, None, 400, 4.0, []),
+        script.Run("TRL", 0, 60.0, 90.0, 100, 4.0, 50.0, 75.0, []),
+        script.Run("ours", 0, 15.0, 9.0, 80, 7.0, 15.0, 9.0, []),
+        script.Run("ours", 1, 15.0, 9.0, 80, 7.0, 15.0, 9.0, []),
+        script.Run("TRL", 1, None, None, 400, 4.0, None, None, []),
     ]
-    cpu, wall, *_ = script.figures(runs, 0.87)
+    cpu, wall, steps_cpu, *_ = script.figures(runs, 0.87)
+    assert steps_cpu.ratio == 0.3
     assert (cpu.ratio, cpu.met) == (0.25, True)
     assert (wall.ratio, wall.met) == (0.1, True)
     assert script.figures(runs[2:], 0.87) == []
