@@ -11,7 +11,7 @@ answer, evaluation (greedy, all held-out problems, every 5 steps), the target (m
 thread a process, 64 prompts × 8 a step at a rate of 3e-4. All else is each system's own: TRL's defaults, and ``OURS``
 on top of the preset. The system that begins alternates with the seed.
 
-* CPU seconds: user and system of all processes, from the command on, imports, evaluations, verifiers included, until the
+* CPU seconds: user and system of all processes from the command on, with imports, evaluations and verifiers, until the
   evaluation that reaches the target is known. Seconds: the same span by the clock.
 * Beside it, without a bar: TRL's training alone (its trainer's steps, no start, no evaluation) against all of ours.
 """

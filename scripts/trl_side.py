@@ -4,8 +4,8 @@
     trl_side.py learner  PLAN.json           its forward and backward of a given batch, once for each line of stdin
     trl_side.py memory   PLAN.json           peak memory of one of them, in bytes
 
-Of this project it imports the reward alone. ``train`` keeps two pairs of clocks: of the whole command, and of training alone, without
-imports, model loading and evaluation.
+Of this project it imports the reward alone. ``train`` keeps two pairs of clocks: of the whole command, and of training
+alone, without imports, model loading and evaluation.
 """
 
 from __future__ import annotations
