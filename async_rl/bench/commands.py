@@ -5,6 +5,7 @@ transport, buffer, weights, utilization ─► async_rl/bench/     learner ─�
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Annotated
 import typer
 
 from async_rl.bench.figures import REPEATS
+from async_rl.errors import AsyncRLError
 
 app = typer.Typer(
     help="Measure this machine: each figure stands beside a baseline of the same run.",
@@ -103,6 +105,9 @@ def _run_module(module: str, options: Mapping[str, object]) -> None:
     """Run ``python -m module`` with those options that are given; its exit code becomes ours."""
     given = [word for name, value in options.items() if value for word in (f"--{name}", str(value))]
     done = subprocess.run([sys.executable, "-m", module, *given], check=False, timeout=_LONGEST_S)
+    if done.returncode < 0:
+        hint = " (out of memory?)" if -done.returncode == signal.SIGKILL else ""
+        raise AsyncRLError(f"{module} was ended by {signal.Signals(-done.returncode).name}{hint}")
     if done.returncode:
         raise typer.Exit(done.returncode)
 

@@ -43,6 +43,9 @@ class Case:
     """Of the model; None: random weights of SmolLM2-135M's shape."""
     rows: int
     """Most sequences of one forward of the padded baseline."""
+    checked: int | None
+    """Groups on which gradients and peak memory are compared; None: all. Many take as long as what is measured, and
+    their micro-batches are all alike."""
 
     def make_model(self) -> Any:
         """A fresh model, with the same weights each time."""
@@ -57,8 +60,11 @@ class Case:
 def load_case(name: CaseName, model: Path | None) -> Case:
     """A case on its own model, or on that of a folder; ``tiny`` is built where it is missing."""
     if name == "arithmetic":
-        return Case(name=name, config=_config(MAX_NEW), folder=model or _tiny(), rows=1 << 16)
-    return Case(name=name, config=_config(LONGEST), folder=model, rows=GROUP_SIZE)
+        return Case(name=name, config=_config(MAX_NEW), folder=model or _tiny(), rows=1 << 16, checked=None)
+    rows = 4  # 4 x 512 tokens of both sides at a time: the activations of twice as many take 12 GB
+    return Case(
+        name=name, config=_config(LONGEST, micro_batch_tokens=rows * LONGEST), folder=model, rows=rows, checked=2
+    )
 
 
 def one_rank(groups: Sequence[Group]) -> MiniBatch:
@@ -102,8 +108,9 @@ def smollm2_model() -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
-def _config(max_new: int) -> Config:
-    config: Config = parse_config({"sampling": {"group_size": GROUP_SIZE, "max_new_tokens": max_new}})
+def _config(max_new: int, **learner: int) -> Config:
+    sampling = {"group_size": GROUP_SIZE, "max_new_tokens": max_new}
+    config: Config = parse_config({"sampling": sampling, "learner": learner})
     return config
 
 

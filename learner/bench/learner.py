@@ -67,7 +67,7 @@ def measure(case: Case, groups: Sequence[Group], repeats: int) -> list[Figure]:
     sides: tuple[Side, Side] = ("ours", "padded")
     passes = {side: make_pass(side, case, case.make_model()) for side in sides}
     for run, _ in passes.values():
-        run(groups)
+        run(groups[: case.checked])
     compare(*(gradients() for _, gradients in passes.values()))
     tokens = sum(group.num_sampled for group in groups)
     clocks: dict[Side, list[float]] = {side: [] for side in sides}
@@ -86,7 +86,7 @@ def measure(case: Case, groups: Sequence[Group], repeats: int) -> list[Figure]:
     what, against = f"{case.name}, {sum(len(g) for g in groups)} sequences", "padded"
 
     def used(side: Side) -> Callable[[], float]:
-        return lambda: peak_memory(side, case, groups)
+        return lambda: peak_memory(side, case, groups[: case.checked])
 
     # where nothing is promised, one pair: it takes as long as one of the others
     memory = paired(used("ours"), used("padded"), 1 if MEMORY_BARS[case.name] is None else repeats, warmup=0)
