@@ -80,7 +80,7 @@ def test_a_silent_server_is_missed_after_a_period_and_given_up_when_it_stays_awa
             receive_for_ever(client)
         assert 0.45 < time.monotonic() - began < 3
     assert capfd.readouterr().err == (
-        f"async-rl: a: the server at {server.address} has not answered for 0.1875 s; trying for 0.5 s\n"
+        f"async-rl: warning: a: the server at {server.address} has not answered for 0.1875 s; trying for 0.5 s\n"
     )
 
 
@@ -93,7 +93,7 @@ def test_while_the_server_is_silent_messages_wait_and_when_it_is_back_the_client
             assert server.hear("beat", "credit", "submit")["type"] == "beat"
         server.say("beat")
         assert {server.hear("credit", "submit")["type"] for _ in range(2)} == {"credit", "submit"}
-        assert capfd.readouterr().err == f"async-rl: a: the server at {server.address} is back\n"
+        assert capfd.readouterr().err == f"async-rl: warning: a: the server at {server.address} is back\n"
 
 
 def test_a_request_outlives_the_server_and_is_asked_again_of_the_next_one():

@@ -136,7 +136,9 @@ def assert_sound(out: Path, bound: int, steps: int) -> dict:
     ordinals = [o for b in batches for o in b["ordinals"]]
     assert len(ordinals) == len(set(ordinals)) == ledger["trained"]
     assert 0 < summary["utilization"]["learner"] <= 1
-    assert 0 < summary["utilization"]["actors"] <= 1
+    assert 0 <= summary["utilization"]["actors"] <= 1
+    if steps > 8:  # actors may have made all of a shorter run before its first step, which is where measuring begins
+        assert summary["utilization"]["actors"] > 0
     assert [r["step"] for r in trained_rows(out)] == list(range(steps))
     assert not processes_of(out)
     run_id = json.loads((out / "server.json").read_text())["run_id"]
