@@ -85,7 +85,8 @@ def test_trl_gets_the_batch_that_we_train(load, tmp_path):
         for c, r in (([7, 8], 1.0), ([9], 0.0))
     ]
     groups = [make_group(ordinal=0, attempt=0, task_index=0, trajectories=trajectories)]
-    case = bench.Case(name="arithmetic", config=bench.load_case("smollm2", None).config, folder=tmp_path, rows=1)
+    config = bench.load_case("smollm2", None).config
+    case = bench.Case(name="arithmetic", config=config, folder=tmp_path, rows=1, checked=None)
     plan = json.loads(bench.write_plan(case, groups, tmp_path).read_text())
     batch = json.loads(Path(plan["batch"]).read_text())
     assert batch["prompts"] == [[5, 6], [5, 6]]

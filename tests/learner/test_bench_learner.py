@@ -28,7 +28,7 @@ def case(tmp_path, make_model):
         def make_model(self):
             return make_model()
 
-    return InMemory(name="arithmetic", config=parse_config({}), folder=tmp_path, rows=5)
+    return InMemory(name="arithmetic", config=parse_config({}), folder=tmp_path, rows=5, checked=None)
 
 
 def test_padded_rows_align_prompts_to_the_right_and_completions_to_the_left(make_groups):
