@@ -46,7 +46,13 @@ def decode_groups(header: Header, frames: Sequence[Frame], limits: Limits = LIMI
     """
     entries = entries_of(header, limits)
     reader = JointReader(frames, limits.frame_bytes, len(entries))
-    groups = [_decode_group(entry, reader, limits) for entry in entries]
+    groups: list[Group] = []
+    num_arrays = 0
+    for entry in entries:
+        groups.append(_decode_group(entry, reader, limits))
+        num_arrays += len(groups[-1].arrays)
+        if num_arrays > limits.containers:  # an empty one is a few bytes on the wire, and some hundred in memory
+            raise WireError("too_many_arrays", "in one message")
     reader.end()
     return groups
 

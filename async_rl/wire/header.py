@@ -31,8 +31,8 @@ class Limits:
     depth: int = 32
     """Nesting of a header: what is deeper would overflow the stack of whoever prints or writes it."""
     containers: int = 1 << 18
-    """Lists and maps in a header: an empty one is one byte on the wire, and more than fifty in memory. The manifest of
-    100,000 tensors has fewer."""
+    """Lists and maps in a header, and arrays in a message: an empty one is one byte on the wire, and more than fifty in
+    memory. The manifest of 100,000 tensors has fewer."""
     meta_bytes: int = 1 << 20
     """A group's ``meta``: whoever gets several groups in one message could not read their header otherwise."""
 

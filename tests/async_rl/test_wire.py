@@ -219,6 +219,7 @@ def test_limits_are_kept():
     for limits, reason in [
         (Limits(groups=1), "too_many_groups"),
         (Limits(arrays=2), "too_many_arrays"),
+        (Limits(containers=3), "too_many_arrays"),
         (Limits(frame_bytes=8), "frame_too_large"),
         (Limits(trajectories=1), "bad_lengths"),
     ]:
