@@ -1,6 +1,6 @@
 """transformers without what a model of one process never runs; that is a third of the start of every process with one.
 
-    import_transformers() ─► transformers.modeling_utils      left out: torch._dynamo, DTensor, FSDP, accelerate
+    import_transformers() ─► transformers.modeling_utils      left out: torch._dynamo, DTensor, FSDP
 
 On the way to any model transformers imports torch's compiler and its distributed tensors, for decorators and for type
 checks; both take longer than torch itself. Here the decorators are lazy ones while it is imported, and it is told that
@@ -50,7 +50,7 @@ def no_distributed_tensors() -> Iterator[None]:
 
 @contextmanager
 def _stand_ins() -> Iterator[None]:
-    """What transformers finds in place of the compiler, of distributed tensors and of accelerate."""
+    """What transformers finds in place of the compiler and of distributed tensors."""
     import torch.compiler
     import torch.distributed
 
@@ -60,8 +60,6 @@ def _stand_ins() -> Iterator[None]:
         setattr(compiler, hint, _unmarked)
     indexing.TransformGetItemToIndex = _transform_getitem_to_index  # type: ignore[attr-defined]
     stand_ins: dict[str, Any] = {_COMPILER: compiler, _INDEXING: indexing}
-    if "accelerate" not in sys.modules:
-        stand_ins["accelerate"] = None  # not there, as above
     saved = torch.compiler.disable, torch.distributed.is_available
     sys.modules |= stand_ins
     torch.compiler.disable, torch.distributed.is_available = _disable, _is_available

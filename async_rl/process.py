@@ -77,3 +77,5 @@ def run_guarded(main: Callable[[], None]) -> None:
     except AsyncRLError as error:
         print(f"async-rl: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:  # who was asked to end has nothing to explain
+        sys.exit(128 + signal.SIGINT)

@@ -19,19 +19,19 @@ bench() {
 }
 failed=()
 
-bench 1-utilization "$python" -m async_rl bench utilization --ratios 0.5,1,2 --plot "$out/utilization.svg"
-bench 2-transport "$python" -m async_rl bench transport
-bench 3-buffer "$python" -m async_rl bench buffer
-bench 4-weights "$python" -m async_rl bench weights
-bench 5-engine "$python" -m async_rl bench engine
-bench 6-learner-arithmetic "$python" -m async_rl bench learner --case arithmetic
-bench 7-learner-smollm2 "$python" -m async_rl bench learner --case smollm2 --sequences 128
-if [ ! -f "$out/8-async.json" ]; then
+bench 01-utilization "$python" -m async_rl bench utilization --ratios 0.5,1,2 --plot "$out/utilization.svg"
+bench 02-transport "$python" -m async_rl bench transport
+bench 03-buffer "$python" -m async_rl bench buffer
+bench 04-weights "$python" -m async_rl bench weights
+bench 05-engine "$python" -m async_rl bench engine
+bench 06-learner-arithmetic "$python" -m async_rl bench learner --case arithmetic
+bench 07-learner-smollm2 "$python" -m async_rl bench learner --case smollm2 --sequences 128 --repeats "${SMOLLM2_REPEATS:-1}"  # 25 minutes each
+if [ ! -f "$out/08-async.json" ]; then
   echo "== $(date +%T) a whole run with overlap and in turns"
-  "$python" scripts/bench_async.py "$out/async-runs" && mv "$out/async-runs/async.json" "$out/8-async.json" || failed+=("bench_async.py")
+  "$python" scripts/bench_async.py "$out/async-runs" && mv "$out/async-runs/async.json" "$out/08-async.json" || failed+=("bench_async.py")
 fi
 if [ -n "$trl" ]; then
-  bench 9-trl-learner "$python" scripts/bench_trl.py --trl-python "$trl"
+  bench 09-trl-learner "$python" scripts/bench_trl.py --trl-python "$trl"
   bench 10-trl-end-to-end "$python" scripts/compare_trl.py "$out/trl-runs" --trl-python "$trl"
 else
   echo "== TRL: left out, no TRL_PYTHON was given"

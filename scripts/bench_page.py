@@ -25,7 +25,10 @@ def main(
     page: Annotated[Path, typer.Option(help="page whose table is replaced")] = Path("docs/performance.md"),
 ) -> None:
     """Replace the table."""
-    documents = [json.loads(file.read_text()) for file in sorted(out.glob("*.json"))]
+    try:
+        documents = [json.loads(file.read_text()) for file in sorted(out.glob("*.json"))]
+    except ValueError as error:
+        raise typer.BadParameter(f"a file in {out} is no whole JSON document: {error}") from error
     found = [document for document in documents if "figures" in document]
     if not found:
         raise typer.BadParameter(f"{out} holds no JSON file of a benchmark")

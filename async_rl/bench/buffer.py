@@ -25,6 +25,7 @@ from async_rl.bench.figures import REPEATS, Figure, paired, show
 from async_rl.bench.load import Load
 from async_rl.bench.load_bare import BareLoad
 from async_rl.bench.served import EchoProcess, ServerProcess
+from async_rl.errors import AsyncRLError
 
 BAR_RATE, BAR_P99_MS = 15_000.0, 5.0
 """Trajectories per second; milliseconds at half of that."""
@@ -85,6 +86,8 @@ def _measure(
     def sustained() -> float:
         before = server.cpu_s()[0]
         rate, count = load.closed_loop(seconds)
+        if not count:
+            raise AsyncRLError(f"the server has acknowledged nothing in {seconds:g} s; raise --seconds")
         cpu_us.append(1e6 * (server.cpu_s()[0] - before) / (count * size))
         return rate * size
 

@@ -5,17 +5,20 @@ transport, buffer, weights, utilization ─► async_rl/bench/     learner ─�
 
 from __future__ import annotations
 
+import functools
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
 
 from async_rl.bench.figures import REPEATS
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, ConfigError
 
 app = typer.Typer(
     help="Measure this machine: each figure stands beside a baseline of the same run.",
@@ -23,17 +26,44 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Out = Annotated[Path | None, typer.Option(metavar="FILE.json", help="write all values there")]
+
+def _writable(path: Path | None) -> Path | None:
+    """A file that can be written: found out before anything is measured."""
+    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK)):
+        raise ConfigError(f"{path}: no file can be written there; name one in a folder that exists")
+    return path
+
+
+Out = Annotated[Path | None, typer.Option(metavar="FILE.json", help="write all values there", callback=_writable)]
 Repeats = Annotated[int, typer.Option(min=1, help="repetitions of each figure and its baseline")]
 DEFAULT_REPEATS = REPEATS
 _LONGEST_S = 12 * 3_600.0
+_END_S = 40.0
+_MOST_S, _MOST_STEP_S, _MOST_ACTORS, _MOST_MEGABYTES = 3_600, 600, 1_000, 100_000
+
+
+@app.callback()
+def _end_in_order(context: typer.Context) -> None:
+    """Measure this machine: each figure stands beside a baseline of the same run."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: folders and segments are removed on the way out
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _leave)
+            context.call_on_close(functools.partial(signal.signal, number, signal.SIG_DFL))
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 @app.command()
 def utilization(
     out: Out = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg|html", help="draw all runs there")] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="measured seconds of a run; it takes about 15 s more")] = 6.0,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg|html", help="draw all runs there", callback=_writable)
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=_MOST_S, help="measured seconds of a run; it takes about 15 s more")
+    ] = 6.0,
     lengths: Annotated[
         str, typer.Option(metavar="constant|lognormal|FILE", help="of answers; a file of lengths, or a run folder")
     ] = "lognormal",
@@ -41,8 +71,8 @@ def utilization(
     modes: Annotated[
         str, typer.Option(help="which of synchronous, one-step-off, drained, in-flight")
     ] = "synchronous,one-step-off,drained,in-flight",
-    actors: Annotated[int, typer.Option(min=1, help="actor processes")] = 2,
-    step_s: Annotated[float, typer.Option(min=0.01, help="seconds of a learner step")] = 0.5,
+    actors: Annotated[int, typer.Option(min=1, max=_MOST_ACTORS, help="actor processes")] = 2,
+    step_s: Annotated[float, typer.Option(min=0.01, max=_MOST_STEP_S, help="seconds of a learner step")] = 0.5,
 ) -> None:
     """How busy actors and learner keep each other: real processes, mock engines, a learner that waits."""
     from async_rl.bench.utilization import utilization as run
@@ -104,19 +134,29 @@ def engine(
 def _run_module(module: str, options: Mapping[str, object]) -> None:
     """Run ``python -m module`` with those options that are given; its exit code becomes ours."""
     given = [word for name, value in options.items() if value for word in (f"--{name}", str(value))]
-    done = subprocess.run([sys.executable, "-m", module, *given], check=False, timeout=_LONGEST_S)
-    if done.returncode < 0:
-        hint = " (out of memory?)" if -done.returncode == signal.SIGKILL else ""
-        raise AsyncRLError(f"{module} was ended by {signal.Signals(-done.returncode).name}{hint}")
-    if done.returncode:
-        raise typer.Exit(done.returncode)
+    child = subprocess.Popen([sys.executable, "-m", module, *given], start_new_session=True)  # Ctrl-C comes from us
+    try:
+        code = child.wait(_LONGEST_S)
+    except BaseException:
+        child.send_signal(signal.SIGINT)  # it removes what it made
+        try:
+            child.wait(_END_S)
+        finally:
+            child.kill()
+            child.wait(_END_S)
+        raise
+    if code < 0:
+        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+        raise AsyncRLError(f"{module} was ended by {signal.Signals(-code).name}{hint}")
+    if code:
+        raise typer.Exit(code)
 
 
 @app.command()
 def buffer(
     nbytes: Annotated[str, typer.Option("--bytes", metavar="SIZE", help="of a trajectory, such as 1KiB")] = "1KiB",
     actors: Annotated[int, typer.Option(min=1, max=1000, help="connections of mock actors")] = 8,
-    seconds: Annotated[float, typer.Option(min=0.1, help="of each measurement")] = 3.0,
+    seconds: Annotated[float, typer.Option(min=0.1, max=_MOST_S, help="of each measurement")] = 3.0,
     repeats: Repeats = DEFAULT_REPEATS,
     out: Out = None,
 ) -> None:
@@ -143,7 +183,7 @@ def transport(
 
 @app.command()
 def weights(
-    megabytes: Annotated[float, typer.Option(min=0.001, help="of a version")] = 500.0,
+    megabytes: Annotated[float, typer.Option(min=0.001, max=_MOST_MEGABYTES, help="of a version")] = 500.0,
     receivers: Annotated[str, typer.Option(help="processes that receive over TCP, such as 1,4")] = "1,4",
     repeats: Repeats = DEFAULT_REPEATS,
     out: Out = None,

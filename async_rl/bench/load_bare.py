@@ -38,6 +38,7 @@ class BareLoad:
         self._poller = zmq.Poller()
         for _ in range(num_actors):
             socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.SNDHWM, 0)  # as those of our clients
             socket.connect(address)
             self._poller.register(socket, zmq.POLLIN)
             self._sockets.append(socket)

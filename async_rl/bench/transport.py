@@ -14,6 +14,7 @@ as much to it: what is left between that and ours is the journal and the look at
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from contextlib import ExitStack
@@ -28,7 +29,7 @@ from async_rl.bench.load_messages import group_of
 from async_rl.bench.served import GET, EchoProcess, ServerProcess
 from async_rl.client import Client
 from async_rl.data import Group
-from async_rl.errors import DeadlineError, HandshakeError, WireError
+from async_rl.errors import ConfigError, DeadlineError, HandshakeError, WireError
 from async_rl.protocol import Ticket
 from async_rl.wire import Frame, decode_groups, encode_groups, receive_frames, send_frames
 
@@ -45,7 +46,12 @@ def transport(*, nbytes: int, count: int, repeats: int = REPEATS, out: Path | No
         count: trajectories of each measurement, and of a learner step.
         repeats: measurements of each figure.
         out: the JSON file.
+
+    Raises:
+        ConfigError: this machine has not the memory for it.
     """
+    if 4 * count * nbytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        raise ConfigError(f"{count} trajectories of {nbytes} bytes, held by both sides, do not fit into memory")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async-rl-bench-")))
         server = ServerProcess(
@@ -53,7 +59,7 @@ def transport(*, nbytes: int, count: int, repeats: int = REPEATS, out: Path | No
             groups_per_step=count,
             group_size=1,
             max_staleness=2 * (repeats + _WARMUP),
-            max_bytes=4 * count * nbytes,
+            max_bytes=max(1 << 20, 4 * count * nbytes),
         )
         ours = stack.enter_context(_Ours(stack.enter_context(server), count, nbytes))
         figures: list[Figure] = []
