@@ -29,7 +29,7 @@ from async_rl.weights.manifest import Manifest, Tensor, chunk_checksums, combine
 from async_rl.weights.segment import Segment
 from async_rl.wire import decode_groups, encode_groups, pack_header, unpack_header
 
-STEPS, MOST_STEPS, PACE_S = 80, 60, 0.25
+STEPS, MOST_STEPS, PACE_S = 400, 380, 0.25
 """While the attacks go on a step takes this time, so that there are tickets for the hostile, too; and no more are made
 than this."""
 WAIT_S = 40.0
@@ -157,6 +157,12 @@ class Mallory:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
+        self._is_actor = False
+
+    def live(self, manifest: dict) -> None:
+        """Commit a version, and from now on each that comes, like a good actor: else there are no tickets."""
+        self._is_actor = True
+        self.send(pack_header({"type": "live", "version": manifest["version"], "checksum": manifest["checksum"]}))
 
     def send(self, *frames: bytes) -> None:
         self.socket.send_multipart(frames)
@@ -165,6 +171,8 @@ class Mallory:
         while self.socket.poll(WAIT_S * 1000):
             head, *frames = self.socket.recv_multipart()
             header = unpack_header(head)
+            if header["type"] == "version" and self._is_actor:
+                self.live(header["manifest"])
             if header["type"] in kinds:
                 return header, frames
         raise AssertionError(f"none of {kinds} came")
@@ -263,17 +271,13 @@ def submit_bad_groups(mallory: Mallory, settings) -> Counter:
     """Own tickets answered badly, forged ones, and replays; the reasons that came back."""
     mallory.send(hello(settings, name="mallory"))
     made = mallory.until("welcome")[0]["manifest"] or mallory.until("version")[0]["manifest"]
-    live = {"version": made["version"], "checksum": made["checksum"]}
-    mallory.send(pack_header({"type": "live", **live}))
+    mallory.live(made)
     told: Counter = Counter()
     for number in range(11):
         mallory.send(pack_header({"type": "credit", "count": 1}))
         header = {}
         while not header.get("tickets"):
-            header = mallory.until("tickets", "version")[0]
-            if header["type"] == "version":
-                live = {"version": header["manifest"]["version"], "checksum": header["manifest"]["checksum"]}
-                mallory.send(pack_header({"type": "live", **live}))
+            header = mallory.until("tickets")[0]
         ticket = Ticket.from_wire(header["tickets"][0])
         group, reason = spoilt(ticket)[number]
         for _ in range(2):  # and once more: a replay gets the same answer and changes nothing
