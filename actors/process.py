@@ -20,6 +20,7 @@ from actors.receiver import Receiver
 from async_rl.client import Client
 from async_rl.config import RunConfig
 from async_rl.curve import ClientKeys
+from async_rl.process import spare_what_is_loaded
 from async_rl.protocol import Role
 from async_rl.timer import StateTimer
 from async_rl.weights.manifest import Manifest
@@ -96,6 +97,7 @@ class Process:
             "in_flight": loop.in_flight(),
             "info": loop.info(),
         }
+        spare_what_is_loaded()
         began = time.monotonic()
         stop = until_stopped()
         seconds = time.monotonic() - began

@@ -20,7 +20,7 @@ from async_rl.client import Client, Stopped
 from async_rl.config import RunConfig
 from async_rl.curve import ClientKeys
 from async_rl.errors import AsyncRLError, HandshakeError, StartAgainError
-from async_rl.process import die_with_parent
+from async_rl.process import die_with_parent, spare_what_is_loaded
 from async_rl.timer import StateTimer
 from learner.domain import Domain
 from learner.group import LearnerGroup
@@ -142,6 +142,7 @@ def run(
         state=state,
         terminated=terminated,
     )
+    spare_what_is_loaded()
     try:
         completed = train(trainer, leader)
     finally:

@@ -2,7 +2,8 @@
 
     python scripts/bench_async.py OUT [--preset arithmetic] [--staleness 2] [--repeats 5] [--set KEY=VALUE]...
 
-run ─► actors and their children: first core; all others: second core ─► metrics.jsonl ─► steps/s behind the first ones
+run ─► rollout side (actors, buffer server, their children): first core ─► metrics.jsonl ─► steps/s behind the
+       all others (learner, launcher): second core                         first ones
 
 Every step trains the same number of sequences in both modes. How balanced the load is, the states of the synchronous
 runs tell: with shares g of generating and t of training the ideal speed-up is (g + t) / max(g, t).
@@ -29,6 +30,8 @@ SKIPPED = 15
 """First steps, which compile, fill caches and are alone on a core while others still start."""
 _TURN_S = 0.2
 _LONGEST_S = 1_800.0
+_ROLLOUT = ("actors.", "async_rl.buffer.")
+"""Modules of the processes on the first core."""
 _WORK = {"actors": ("generating", "scoring"), "learner": ("training", "reducing", "publishing")}
 
 
@@ -94,16 +97,16 @@ def run(preset: str, settings: Iterable[str], folder: Path, cores: list[int]) ->
 
 
 def bind(launcher: int, cores: list[int]) -> None:
-    """Actors with all that they started to the first core, every other process of the run to the second."""
+    """The rollout side with all that it started to the first core, every other process of the run to the second."""
     parents = {pid: parent for pid in pids() if (parent := parent_of(pid)) is not None}
-    actors = {pid for pid in parents if module_of(pid).startswith("actors.")}
+    rollout = {pid for pid in parents if module_of(pid).startswith(_ROLLOUT)}
     for pid in parents:
         line = [pid]
         while line[-1] in parents and len(line) < 64:
             line.append(parents[line[-1]])
         if launcher not in line:
             continue
-        core = cores[0] if actors.intersection(line) else cores[1]
+        core = cores[0] if rollout.intersection(line) else cores[1]
         for task in threads_of(pid):
             try:
                 os.sched_setaffinity(task, {core})

@@ -1,9 +1,10 @@
-"""One token per row through a decoder of Llama's shape: the model's own layers, without what decoding never needs.
+"""Prompts, then one token per row, through a decoder of Llama's shape: the model's own layers and nothing else.
 
-    embed ─► [ norm ─ q, k, v ─ rotate ─ cache, attention by tiers ─ o ─ + ─ norm ─ mlp ─ + ] × layers ─► norm
+    embed ─► [ norm ─ q, k, v ─ rotate ─ cache ─ attention ─ o ─ + ─ norm ─ mlp ─ + ] × layers ─► norm
+                                                     │ of a prompt to itself, or of a new token to its row, by tiers
 
-At a few hundred rows of a small model transformers' forward takes as long around the arithmetic as in it. It reads
-prompts, decodes all other models, and is what this one is held against before it is used.
+At a few hundred rows of a small model transformers' forward takes as long around the arithmetic as in it. That one
+serves all other models, and is what this one is held against before it is used.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
+from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
 from actors.engines.attention import attend
 from actors.engines.kv_cache import KVCache
-from actors.engines.linear import linear
+from actors.engines.linear import linear, padded
 from async_rl.models import last_hidden
 
 _TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -31,14 +32,15 @@ _TOLERANCE = 1e-4
 
 
 class Decoder:
-    """Decodes with the modules of a float32 model, whose weights may change between two calls.
+    """Runs the modules of a float32 model, whose weights may change between two calls.
 
     Args:
         model: for which :func:`decodes` is true.
+        pads: whether its linear layers want rows :func:`~actors.engines.linear.padded`.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model.base_model
+    def __init__(self, model: Any, *, pads: bool) -> None:
+        self._model, self._pads = model.base_model, pads
         attention = self._model.layers[0].self_attn
         self._dim = attention.head_dim
         self._scale = attention.scaling
@@ -46,7 +48,7 @@ class Decoder:
 
     @torch.inference_mode()
     def agrees(self, cache: KVCache) -> bool:
-        """Whether its hidden states are those of the model's own forward, on one sequence.
+        """Whether its hidden states are those of the model's own forward, on one sequence: half read, half decoded.
 
         Args:
             cache: an empty one, for this call only.
@@ -54,16 +56,30 @@ class Decoder:
         parameter = next(self._model.parameters())
         ids = torch.arange(1, _PROBE + 1, device=parameter.device)[None] % self._model.embed_tokens.num_embeddings
         expected = last_hidden(self._model, ids, use_cache=False)[0]
-        worst = 0.0
-        for position in range(_PROBE):
+        half, zero = _PROBE // 2, np.zeros(1, np.int64)
+        cache.begin_prefill(zero, zero, half)
+        found = [self.read(ids[:, :half], cache)[0]]
+        for position in range(half, _PROBE):
             at = np.array([position])
-            cache.begin_decode(np.zeros(1, np.int64), at)
-            found = self.forward(ids[0, position : position + 1], torch.from_numpy(at).to(ids.device), cache)
-            difference = float((found[0] - expected[position]).abs().max())
-            worst = max(worst, difference) if math.isfinite(difference) else math.inf
-        return worst <= _TOLERANCE * max(1.0, float(expected.abs().max()))
+            cache.begin_decode(zero, at)
+            found.append(self.decode(ids[0, position : position + 1], torch.from_numpy(at).to(ids.device), cache))
+        difference = float((torch.cat(found) - expected).abs().max())
+        return difference <= _TOLERANCE * max(1.0, float(expected.abs().max()))  # not-a-number is no agreement
 
-    def forward(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+    def read(self, ids: Tensor, cache: KVCache) -> Tensor:
+        """Last hidden states [prompts, length, hidden] of whole prompts.
+
+        Args:
+            ids: [prompts, length], padded on the right.
+            cache: told which rows they go to.
+        """
+        number = ids.numel()
+        tokens = pad(ids.flatten(), (0, padded(number) - number)) if self._pads else ids.flatten()
+        positions = torch.arange(len(tokens), device=ids.device) % ids.shape[1]
+        hidden = self._forward(tokens, positions, ids.shape[1], cache, ids.shape)
+        return hidden[:number].view(*ids.shape, -1)
+
+    def decode(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
         """Last hidden states [rows, hidden] of one new token per row.
 
         Args:
@@ -71,10 +87,16 @@ class Decoder:
             positions: [rows]
             cache: whose step was begun; it may have fewer rows, the others are padding.
         """
+        return self._forward(tokens, positions, cache.longest, cache, None)
+
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, longest: int, cache: KVCache, prompts: tuple[int, ...] | None
+    ) -> Tensor:
         hidden = self._model.embed_tokens(tokens)
-        cos, sin = self._rotation(hidden, cache.longest)[:, positions]
+        cos, sin = self._rotation(hidden, longest)[:, positions]
         for index, layer in enumerate(self._model.layers):
-            hidden = hidden + self._attention(layer, _norm(layer.input_layernorm, hidden), index, cos, sin, cache)
+            inputs = _norm(layer.input_layernorm, hidden)
+            hidden = hidden + self._attention(layer, inputs, index, cos, sin, cache, prompts)
             mlp, inputs = layer.mlp, _norm(layer.post_attention_layernorm, hidden)
             hidden += linear(mlp.down_proj, mlp.act_fn(linear(mlp.gate_proj, inputs)).mul_(linear(mlp.up_proj, inputs)))
         return _norm(self._model.norm, hidden)
@@ -89,7 +111,16 @@ class Decoder:
             self._table = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), -1)))[:, :, None]
         return self._table
 
-    def _attention(self, layer: Any, inputs: Tensor, index: int, cos: Tensor, sin: Tensor, cache: KVCache) -> Tensor:
+    def _attention(
+        self,
+        layer: Any,
+        inputs: Tensor,
+        index: int,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache,
+        prompts: tuple[int, ...] | None,
+    ) -> Tensor:
         attention, rows = layer.self_attn, len(inputs)
         query, key, value = (
             linear(module, inputs).view(rows, -1, self._dim)
@@ -99,9 +130,17 @@ class Decoder:
             query, key = _norm(attention.q_norm, query), _norm(attention.k_norm, key)
         both = torch.cat((query, key), 1)
         both = torch.addcmul(both * cos, both.roll(self._dim // 2, -1), sin)
-        heads = query.shape[1]
-        cache.write(both[:, heads:], value, index)
-        return linear(attention.o_proj, attend(both[:, :heads], cache, index, self._scale).view(rows, -1))
+        query, key = both[:, : query.shape[1]], both[:, query.shape[1] :]
+        if prompts is None:
+            cache.write(key, value, index)
+            attended = attend(query, cache, index, self._scale)
+        else:
+            number = math.prod(prompts)
+            q, k, v = (part[:number].unflatten(0, prompts).transpose(1, 2) for part in (query, key, value))
+            k, v = cache.update(k, v, index)
+            own = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=True)
+            attended = pad(own.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, rows - number))
+        return linear(attention.o_proj, attended.reshape(rows, -1))
 
 
 def decodes(model: Any) -> bool:

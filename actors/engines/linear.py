@@ -11,7 +11,9 @@ from functools import partial
 import torch
 
 ROWS = 16
-"""oneDNN compiles a program for each number of rows that it meets: only multiples of this are given to it."""
+"""oneDNN compiles a program for each number of rows that it meets: only multiples of this are given to it, ..."""
+_STEPS = 8
+"""... and from one power of two to the next only so many different ones."""
 _FEWEST_ROWS = 32
 """With fewer rows oneDNN takes longer to begin than it gains."""
 
@@ -35,7 +37,8 @@ def use_onednn(model: torch.nn.Module) -> bool:
 
 def padded(rows: int) -> int:
     """The number of rows to compute in place of ``rows``."""
-    return -(-rows // ROWS) * ROWS if rows > _FEWEST_ROWS else rows
+    step = max(ROWS, (1 << rows.bit_length()) // (2 * _STEPS))
+    return -(-rows // step) * step if rows > _FEWEST_ROWS else rows
 
 
 def linear(module: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tensor:

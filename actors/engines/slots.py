@@ -21,8 +21,9 @@ from actors.engines.sampling import uniforms
 
 _QUANTA = 16
 """A request's samples may be split over several admissions, each of at least a ``_QUANTA``-th of the slots."""
-_WAITING = 16
-"""While others run, slots are filled once a ``_WAITING``-th of them is free: few prompts cost a whole forward, too."""
+_REFILL_STEPS, _REFILL_SHARE = 4, 64
+"""While others run, slots are filled so many steps after the first was free, and not before they are such a share of
+all or enough for what is queued: reading a few prompts costs a whole forward, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Slots:
         self._unfinished: dict[int, int] = {}
         self._queue: deque[tuple[Request, int]] = deque()
         self._queued = 0
+        self._waited = 0
         self._free = np.arange(count)
         self.active: Ints = np.empty(0, np.int64)
         """Slots in use, ordered by their row."""
@@ -89,8 +91,9 @@ class Slots:
             One entry per new row from ``first_row``: the request whose prompt belongs there.
         """
         admitted: list[Request] = []
-        if len(self.active) and len(self._free) < min(self._queued, self.count // _WAITING):
+        if len(self.active) and not self._may_refill():
             return admitted
+        self._waited = 0
         quantum = max(1, self.count // _QUANTA)
         added = [self.active]
         while self._queue:
@@ -166,6 +169,11 @@ class Slots:
             np.concatenate([self._requests[self._request[s]].prompt, self._tokens[s, : self._done[s]]]).astype(np.int32)
             for s in slots
         ]
+
+    def _may_refill(self) -> bool:
+        fillable = min(self._queued, len(self._free))
+        self._waited += fillable > 0
+        return self._waited >= _REFILL_STEPS and fillable >= min(self._queued, self.count // _REFILL_SHARE)
 
     def _place(self, request: Request, first: int, number: int, row: int) -> Ints:
         slots, self._free = self._free[:number], self._free[number:]

@@ -92,7 +92,7 @@ class TorchEngine:
             tiers=self._tiers,
         )
         self._cache = self._make_cache()
-        self._decoder = Decoder(self._model) if self._tiers and decodes(self._model) else None
+        self._decoder = Decoder(self._model, pads=self._pads) if self._tiers and decodes(self._model) else None
         self._weights = FlatWeights(self._model)
         self._version = -1
         self._proven = False
@@ -241,7 +241,7 @@ class TorchEngine:
         inputs = torch.from_numpy(inputs_host).to(self._device)
         if self._decoder is not None:
             self._cached = self._cached + 1
-            return [self._decoder.forward(inputs[0], inputs[1], self._cache)[:num_rows]]
+            return [self._decoder.decode(inputs[0], inputs[1], self._cache)[:num_rows]]
         hidden = last_hidden(
             self._model,
             inputs[0][:, None],
@@ -276,13 +276,17 @@ class TorchEngine:
             ids[np.arange(ids.shape[1]) < lengths[chosen, None]] = np.concatenate([prompts[i] for i in chosen])
             self._cache.begin_prefill(self._tier[rows[chosen]], self._place[rows[chosen]], ids.shape[1])
             # padded on the right: what comes after a prompt's end is not seen by it, and overwritten later
-            states = last_hidden(
-                self._model,
-                torch.from_numpy(ids).to(self._device),
-                position_ids=torch.arange(ids.shape[1], device=self._device)[None],
-                past_key_values=self._cache,
-                use_cache=True,
-            )
+            ids_device = torch.from_numpy(ids).to(self._device)
+            if self._decoder is not None:
+                states = self._decoder.read(ids_device, self._cache)
+            else:
+                states = last_hidden(
+                    self._model,
+                    ids_device,
+                    position_ids=torch.arange(ids.shape[1], device=self._device)[None],
+                    past_key_values=self._cache,
+                    use_cache=True,
+                )
             index = torch.from_numpy(np.stack([np.arange(len(chosen)), lengths[chosen] - 1])).to(self._device)
             hidden.append(states[index[0], index[1]])
         back = torch.from_numpy(np.argsort(order)).to(self._device)

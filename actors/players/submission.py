@@ -12,9 +12,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from actors.players.transcript import arrays_of
 from actors.players.work import Work
 from async_rl.config import Config
-from async_rl.data import Group, make_group
+from async_rl.data import Group
 
 SAMPLE_CHARACTERS = 1 << 18
 """Most characters of a group's text that are sent along: it travels in the header, whose size is limited."""
@@ -40,11 +43,14 @@ def group_of(work: Work, rewards: Sequence[float], actor: str, config: Config) -
         most = SAMPLE_CHARACTERS // ticket.group_size
         meta["prompt"] = work.prompt[:SAMPLE_CHARACTERS]
         meta["completions"] = ["\n".join(t.texts)[:most] for t in work.transcripts]
-    return make_group(
+    lengths, arrays = arrays_of(work.transcripts)
+    return Group(
         ordinal=ticket.ordinal,
         attempt=ticket.attempt,
         task_index=ticket.task_index,
-        trajectories=[t.trajectory(r) for t, r in zip(work.transcripts, rewards, strict=True)],
+        lengths=lengths,
+        arrays=arrays,
+        rewards=np.asarray(rewards, np.float32),
         meta=meta,
     )
 

@@ -6,12 +6,13 @@ mask 0      1           0            1
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from actors.engines.base import Completion
-from async_rl.data import Array, Trajectory
+from async_rl.data import Array
 
 
 @dataclass(slots=True)
@@ -34,28 +35,40 @@ class Transcript:
     @property
     def tokens(self) -> tuple[int, ...]:
         """All token ids so far."""
-        return tuple(np.concatenate([part for part, _ in self._segments()]).tolist())
+        return tuple(np.concatenate([part for part, _ in self._segments(_as_array(self.prompt))]).tolist())
 
-    def trajectory(self, reward: float) -> Trajectory:
-        """The arrays, for a group; observations are masked and carry version -1, as the prompt does."""
-        segments = self._segments()
-        lengths = [len(part) for part, _ in segments]
-        tokens, mask = np.empty(sum(lengths), np.int32), np.zeros(sum(lengths), np.uint8)
-        logprobs, versions = np.zeros(len(tokens), np.float32), np.full(len(tokens), -1, np.int32)
-        stop = 0
-        for (part, turn), length in zip(segments, lengths, strict=True):
-            start, stop = stop, stop + length
-            tokens[start:stop] = part
-            if turn is not None:
-                mask[start:stop], logprobs[start:stop], versions[start:stop] = 1, turn.logprobs, turn.versions
-        arrays: dict[str, Array] = {"tokens": tokens, "loss_mask": mask, "logprobs": logprobs, "versions": versions}
-        return Trajectory(arrays=arrays, reward=reward)
-
-    def _segments(self) -> list[tuple[Array, Completion | None]]:
+    def _segments(self, prompt: Array) -> list[tuple[Array, Completion | None]]:
         """Ids of each segment, with the completion that sampled them."""
-        segments: list[tuple[Array, Completion | None]] = [(np.asarray(self.prompt, np.int32), None)]
+        segments: list[tuple[Array, Completion | None]] = [(prompt, None)]
         for i, turn in enumerate(self.turns):
             segments.append((turn.tokens, turn))
             if i < len(self.observations):
-                segments.append((np.asarray(self.observations[i], np.int32), None))
+                segments.append((_as_array(self.observations[i]), None))
         return segments
+
+
+def arrays_of(transcripts: Sequence[Transcript]) -> tuple[tuple[int, ...], dict[str, Array]]:
+    """Lengths and arrays of a group; observations are masked and carry version -1, as the prompt does.
+
+    Args:
+        transcripts: of one prompt, each with at least one turn.
+
+    Returns:
+        Tokens of each, and ``tokens``, ``loss_mask``, ``logprobs``, ``versions`` [tokens of all].
+    """
+    prompt = _as_array(transcripts[0].prompt)
+    each = [transcript._segments(prompt) for transcript in transcripts]
+    segments = [segment for one in each for segment in one]
+    sizes = [len(part) for part, _ in segments]
+    turns = [turn for _, turn in segments if turn is not None]
+    sampled = np.repeat([turn is not None for _, turn in segments], sizes)
+    logprobs, versions = np.zeros(len(sampled), np.float32), np.full(len(sampled), -1, np.int32)
+    logprobs[sampled] = np.concatenate([turn.logprobs for turn in turns])
+    versions[sampled] = np.concatenate([turn.versions for turn in turns])
+    tokens = np.concatenate([part for part, _ in segments])
+    arrays = {"tokens": tokens, "loss_mask": sampled.view(np.uint8), "logprobs": logprobs, "versions": versions}
+    return tuple(sum(len(part) for part, _ in one) for one in each), arrays
+
+
+def _as_array(ids: tuple[int, ...]) -> Array:
+    return np.asarray(ids, np.int32)

@@ -19,7 +19,8 @@ from actors.verifiers.wire import Unpacker
 from async_rl.sandbox import Sandbox
 
 _ROOT = Path(__file__).resolve().parents[2]
-_CHUNK = 1 << 18
+_CHUNK = 1 << 16
+"""Larger ones the C library maps and unmaps for each call."""
 _END_S = 0.5
 """A process whose socket is closed has its exit code after this time, unless it lives on without the socket."""
 

@@ -26,7 +26,7 @@ from async_rl.errors import ConfigError
 from async_rl.process import die_with_parent
 from async_rl.sandbox import Sandbox, limit_hit
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 16
 _TRACEBACK_LINES = 6
 _DETAIL_CHARACTERS = 2_000
 _FLOAT32_MAX = 3.4028234663852886e38

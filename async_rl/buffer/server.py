@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import gc
 import math
 import os
 import resource
@@ -39,7 +38,7 @@ from async_rl.config import AnyConfig, BufferConfig, ControlConfig, RunConfig, l
 from async_rl.control import spaces
 from async_rl.curve import Gate, ServerKeys, check_open, secure_server
 from async_rl.errors import ConfigError, StartAgainError, WeightsError
-from async_rl.process import die_with_parent, run_guarded
+from async_rl.process import die_with_parent, run_guarded, spare_what_is_loaded
 from async_rl.protocol import BEATS_PER_PERIOD
 from async_rl.runfolder import read_json
 from async_rl.weights.server import WeightServer
@@ -54,8 +53,6 @@ _BACKLOG = 4096
 _UNREAD = 1000
 """Messages queued for one client that does not read; beyond it the client is let go."""
 _LINGER_MS = 2000
-_GARBAGE = 10_000
-"""Objects between two searches for cycles: the thousands that come and go with the groups have none."""
 _NOBLOCK = int(zmq.NOBLOCK)
 """As a plain number, which the socket takes at once."""
 
@@ -310,8 +307,7 @@ def main() -> None:
         weights = WeightServer(anew, keys)
         weights.start()
     keep_free_memory()
-    gc.freeze()  # what is imported stays
-    gc.set_threshold(_GARBAGE)
+    spare_what_is_loaded()
     try:
         with Server(config, arguments.out, limits, weights, arguments.resume, recover=arguments.recover) as server:
 

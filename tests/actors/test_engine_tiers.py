@@ -142,3 +142,11 @@ def test_slots_are_refilled_once_some_are_free_and_at_once_when_none_is_in_use()
     assert slots.admit(0) == []
     slots.record(np.zeros(61, np.int32), np.zeros(61, np.float32), 0)
     assert [r.id for r in slots.admit(0)] == [1]
+
+
+def test_few_numbers_of_rows_are_given_to_onednn_and_little_is_padded():
+    sizes = {rows: linear.padded(rows) for rows in range(1, 5_000)}
+    assert all(size == rows for rows, size in sizes.items() if rows <= 32)
+    larger = {rows: size for rows, size in sizes.items() if rows > 32}
+    assert all(size % 16 == 0 and rows <= size < rows + max(16, rows / 8) for rows, size in larger.items())
+    assert len(set(larger.values())) <= 56

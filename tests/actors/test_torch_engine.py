@@ -104,19 +104,19 @@ def test_completions_end_at_a_stop_token_or_at_the_limit(folders):
 
 def test_each_prompt_is_read_once_and_equal_prefixes_are_decoded_once(folders, monkeypatch):
     shapes = []
-    prefill, decode = torch_engine.last_hidden, Decoder.forward
+    read, decode = Decoder.read, Decoder.decode
 
-    def prefilled(model, ids, **kwargs):
+    def prefilled(decoder, ids, *args):
         shapes.append(tuple(ids.shape))
-        return prefill(model, ids, **kwargs)
+        return read(decoder, ids, *args)
 
     def decoded(decoder, tokens, *args):
         shapes.append((len(tokens), 1))
         return decode(decoder, tokens, *args)
 
     engine = make(folders["grouped"], stops=())
-    monkeypatch.setattr(torch_engine, "last_hidden", prefilled)
-    monkeypatch.setattr(Decoder, "forward", decoded)
+    monkeypatch.setattr(Decoder, "read", prefilled)
+    monkeypatch.setattr(Decoder, "decode", decoded)
     engine.submit([request(i, (5, 6, 7), 8, 3, temperature=0.0) for i in range(2)])
     drain(engine)
     assert shapes == [(2, 3), (2, 1), (2, 1)]  # 16 samples: 2 prompts, then 2 distinct prefixes a step
