@@ -1,6 +1,6 @@
 """A whole run with overlap against the same run in turns (max_staleness 0): steps per second, one core for each side.
 
-    python scripts/bench_async.py OUT [--preset arithmetic] [--staleness 2] [--repeats 5] [--set KEY=VALUE]...
+    python scripts/bench_async.py OUT [--preset arithmetic] [--staleness 4] [--repeats 5] [--set KEY=VALUE]...
 
 run ─► rollout side (actors, buffer server, their children): first core ─► metrics.jsonl ─► steps/s behind the
        all others (learner, launcher): second core                         first ones
@@ -38,7 +38,7 @@ _WORK = {"actors": ("generating", "scoring"), "learner": ("training", "reducing"
 def main(
     out: Annotated[Path, typer.Argument(help="folder of the runs")],
     preset: Annotated[str, typer.Option(help="preset or CONFIG.toml")] = "arithmetic",
-    staleness: Annotated[int, typer.Option(min=1, help="max_staleness of the asynchronous runs")] = 2,
+    staleness: Annotated[int, typer.Option(min=1, help="max_staleness of the asynchronous runs")] = 4,
     steps: Annotated[int, typer.Option(min=SKIPPED + 10)] = 100,
     repeats: Annotated[int, typer.Option(min=1)] = REPEATS,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE")] = None,
@@ -52,6 +52,7 @@ def main(
         "eval.every=0",
         "checkpoint.every=0",
         "log.tensorboard=false",
+        "actors.slots=768",  # so that generating and training a step take about as long
         f"steps={steps}",
         *(overrides or []),
     ]

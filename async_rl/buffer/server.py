@@ -163,6 +163,9 @@ class Server:
                     # so that one who never lets the socket run empty cannot hide the silence of the others.
                     self.service.tick(now, all_heard=drained or backlog > _MOST_CLIENTS)
                     next_tick = now + period_s
+                self.service.tell(now)
+            self._send(now)  # no acknowledgement waits until a step is handed out
+            with self.service.ledger.batch():
                 self.service.pump(now)
             self._send(now)
         self._send(time.monotonic())

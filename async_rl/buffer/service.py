@@ -200,6 +200,9 @@ class Service:
         elif self.ending.phase == "stopping":
             self._learners.deliver(new_steps=False)
             self._learners.release(self.account.reason)
+
+    def tell(self, now: float) -> None:
+        """Let people know what the messages have changed."""
         if self._has_news:
             self._send_status()
         if self._books_due and now >= self._next_books:

@@ -137,6 +137,7 @@ class Bench:
         return self.say(name, "trained", step=step, manifest=wire, stats={})
 
     def _turn(self) -> None:
+        self.service.tell(self.now)
         self.service.pump(self.now)
         for identity, frames in self.service.post.take():
             self.inbox[identity].append((unpack_header(frames[0]), list(frames[1:])))
