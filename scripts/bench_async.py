@@ -30,6 +30,8 @@ SKIPPED = 15
 """First steps, which compile, fill caches and are alone on a core while others still start."""
 _TURN_S = 0.2
 _LONGEST_S = 1_800.0
+_BALANCED = {"arithmetic": ("actors.slots=768",)}
+"""What makes generating and training a step of a preset take about as long."""
 _ROLLOUT = ("actors.", "async_rl.buffer.")
 """Modules of the processes on the first core."""
 _WORK = {"actors": ("generating", "scoring"), "learner": ("training", "reducing", "publishing")}
@@ -46,14 +48,14 @@ def main(
     """Run both modes in turns and print the speed-up."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
-        raise typer.BadParameter("two cores are needed, one for the actors and one for the learner")
+        raise typer.BadParameter("two cores are needed, one for the rollout side and one for the learner")
     settings = [
         "buffer.replace_zero_variance=false",  # else the work of a step varies
         "eval.every=0",
         "checkpoint.every=0",
         "log.tensorboard=false",
-        "actors.slots=768",  # so that generating and training a step take about as long
         f"steps={steps}",
+        *_BALANCED.get(preset, ()),
         *(overrides or []),
     ]
     ideal: list[float] = []

@@ -10,6 +10,7 @@ serves all other models, and is what this one is held against before it is used.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,9 @@ _TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _ROTATIONS = ("default", "linear", "llama3", "yarn")
 """``rope_type`` of those whose angles depend on the position only, not on the length of the sequence."""
 _PROBE = 12
-"""Tokens of the sequence on which both forwards are compared."""
+"""Tokens of the sequences on which both forwards are compared."""
+_PROBE_ROWS = 48
+"""So many of them: more than the fewest rows for oneDNN, and a multiple of what it is given."""
 _TOLERANCE = 1e-4
 
 
@@ -36,11 +39,12 @@ class Decoder:
 
     Args:
         model: for which :func:`decodes` is true.
-        pads: whether its linear layers want rows :func:`~actors.engines.linear.padded`.
+        onednn: whether its linear layers use oneDNN, and so want rows :func:`~actors.engines.linear.padded`.
     """
 
-    def __init__(self, model: Any, *, pads: bool) -> None:
-        self._model, self._pads = model.base_model, pads
+    def __init__(self, model: Any, *, onednn: bool) -> None:
+        self._model, self._pads = model.base_model, onednn
+        self._linear: Callable[[Any, Tensor], Tensor] = linear if onednn else _plain
         attention = self._model.layers[0].self_attn
         self._dim = attention.head_dim
         self._scale = attention.scaling
@@ -48,22 +52,24 @@ class Decoder:
 
     @torch.inference_mode()
     def agrees(self, cache: KVCache) -> bool:
-        """Whether its hidden states are those of the model's own forward, on one sequence: half read, half decoded.
+        """Whether its hidden states of sequences, half read, half decoded, are those of the model's own forward.
+
+        There are enough of them to take the same paths as at work.
 
         Args:
             cache: an empty one, for this call only.
         """
-        parameter = next(self._model.parameters())
-        ids = torch.arange(1, _PROBE + 1, device=parameter.device)[None] % self._model.embed_tokens.num_embeddings
-        expected = last_hidden(self._model, ids, use_cache=False)[0]
-        half, zero = _PROBE // 2, np.zeros(1, np.int64)
-        cache.begin_prefill(zero, zero, half)
-        found = [self.read(ids[:, :half], cache)[0]]
+        vocabulary, device = self._model.embed_tokens.num_embeddings, next(self._model.parameters()).device
+        ids = torch.arange(1, _PROBE * _PROBE_ROWS + 1, device=device).view(_PROBE_ROWS, _PROBE) % vocabulary
+        expected = last_hidden(self._model, ids, use_cache=False)
+        half, tier = _PROBE // 2, np.zeros(_PROBE_ROWS, np.int64)
+        cache.begin_prefill(tier, np.arange(_PROBE_ROWS), half)
+        found = [self.read(ids[:, :half], cache)]
         for position in range(half, _PROBE):
-            at = np.array([position])
-            cache.begin_decode(zero, at)
-            found.append(self.decode(ids[0, position : position + 1], torch.from_numpy(at).to(ids.device), cache))
-        difference = float((torch.cat(found) - expected).abs().max())
+            at = np.full(_PROBE_ROWS, position)
+            cache.begin_decode(tier, at)
+            found.append(self.decode(ids[:, position], torch.from_numpy(at).to(device), cache)[:, None])
+        difference = float((torch.cat(found, 1) - expected).abs().max())
         return difference <= _TOLERANCE * max(1.0, float(expected.abs().max()))  # not-a-number is no agreement
 
     def read(self, ids: Tensor, cache: KVCache) -> Tensor:
@@ -98,7 +104,8 @@ class Decoder:
             inputs = _norm(layer.input_layernorm, hidden)
             hidden = hidden + self._attention(layer, inputs, index, cos, sin, cache, prompts)
             mlp, inputs = layer.mlp, _norm(layer.post_attention_layernorm, hidden)
-            hidden += linear(mlp.down_proj, mlp.act_fn(linear(mlp.gate_proj, inputs)).mul_(linear(mlp.up_proj, inputs)))
+            gate = mlp.act_fn(self._linear(mlp.gate_proj, inputs))
+            hidden += self._linear(mlp.down_proj, gate.mul_(self._linear(mlp.up_proj, inputs)))
         return _norm(self._model.norm, hidden)
 
     def _rotation(self, hidden: Tensor, longest: int) -> Tensor:
@@ -123,7 +130,7 @@ class Decoder:
     ) -> Tensor:
         attention, rows = layer.self_attn, len(inputs)
         query, key, value = (
-            linear(module, inputs).view(rows, -1, self._dim)
+            self._linear(module, inputs).view(rows, -1, self._dim)
             for module in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         if hasattr(attention, "q_norm"):
@@ -140,7 +147,7 @@ class Decoder:
             k, v = cache.update(k, v, index)
             own = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=True)
             attended = pad(own.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, rows - number))
-        return linear(attention.o_proj, attended.reshape(rows, -1))
+        return self._linear(attention.o_proj, attended.reshape(rows, -1))
 
 
 def decodes(model: Any) -> bool:
@@ -156,3 +163,7 @@ def decodes(model: Any) -> bool:
 
 def _norm(module: Any, inputs: Tensor) -> Tensor:
     return rms_norm(inputs, inputs.shape[-1:], module.weight, module.variance_epsilon)
+
+
+def _plain(module: Any, inputs: Tensor) -> Tensor:
+    return torch.nn.functional.linear(inputs, module.weight, module.bias)

@@ -92,7 +92,7 @@ class TorchEngine:
             tiers=self._tiers,
         )
         self._cache = self._make_cache()
-        self._decoder = Decoder(self._model, pads=self._pads) if self._tiers and decodes(self._model) else None
+        self._decoder = Decoder(self._model, onednn=self._pads) if self._tiers and decodes(self._model) else None
         self._weights = FlatWeights(self._model)
         self._version = -1
         self._proven = False

@@ -31,7 +31,12 @@ def group_of(work: Work, rewards: Sequence[float], actor: str, config: Config) -
         rewards: one per sample; NaN where a scorer gives them.
         actor: name of this process.
         config: says what the group tells besides.
+
+    Raises:
+        ValueError: there is not one reward for each sample.
     """
+    if len(rewards) != len(work.transcripts):
+        raise ValueError(f"{len(rewards)} rewards for {len(work.transcripts)} samples")
     ticket = work.ticket
     meta: dict[str, Any] = {"actor": actor, "seconds": round(time.monotonic() - work.since, 4)}
     if config.reward.placement == "scorer":

@@ -101,8 +101,10 @@ class Play:
         return packed({"type": "hello", **fields, "step": 0, "group": "g", **extra})
 
     def say(self, identity: bytes, frames: list[bytes]) -> None:
-        """A message arrives."""
+        """A message arrives; then what a turn of the server's loop does."""
         self.service.handle(identity, frames, self.now)
+        self.service.tell(self.now)
+        self.read_post()
         self.service.pump(self.now)
         self.read_post()
 

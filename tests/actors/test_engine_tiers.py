@@ -110,6 +110,34 @@ def test_the_decoder_sees_a_forward_that_differs(folders, monkeypatch):
     assert not engine._decoder.agrees(engine._make_cache())
 
 
+def test_the_decoder_uses_onednn_only_where_the_model_does(folders, monkeypatch):
+    """On CUDA there is no such operator."""
+
+    def missing(*_):
+        raise NotImplementedError("no kernel")
+
+    monkeypatch.setattr(torch_engine, "use_onednn", lambda model: False)
+    monkeypatch.setattr(linear.torch.ops.mkldnn, "_linear_pointwise", missing)
+    engine = make(folders["grouped"], slots=64, stops=())
+    assert engine._decoder is not None
+    engine.submit([request(i, np.arange(3, 35), 2, 4) for i in range(32)])  # 32 prompts of 32 tokens
+    done = drain(engine)
+    assert len(done) == 64
+    model, c = plain(folders["grouped"]), done[0, 0]
+    np.testing.assert_allclose(c.logprobs, logprobs_of(model, np.arange(3, 35), c.tokens), atol=1e-4)
+
+
+def test_the_decoder_is_tried_on_the_path_that_it_works_on(folders, monkeypatch):
+    """Few rows do not reach oneDNN: what it gives wrong must be seen before it is used."""
+    if not linear.use_onednn(plain(folders["grouped"])):
+        pytest.skip("this CPU has no AVX-512")
+    engine, right, calls = make(folders["grouped"]), torch.ops.mkldnn._linear_pointwise, []
+    monkeypatch.setattr(linear.torch.ops.mkldnn, "_linear_pointwise", lambda *a: calls.append(1) or right(*a))
+    assert engine._decoder.agrees(engine._make_cache())
+    once = 7 * MODELS["grouped"]().config.num_hidden_layers
+    assert len(calls) == 8 * once  # the model's own forward, a read, 6 decode steps
+
+
 def test_architectures_of_another_shape_keep_their_own_forward(tmp_path):
     torch.manual_seed(1)
     config = Gemma2Config(**SIZES, **QWEN3, attn_logit_softcapping=None, final_logit_softcapping=None)
