@@ -33,6 +33,7 @@ from async_rl.client import Client
 from async_rl.protocol import Ticket
 from async_rl.timer import StateTimer
 from async_rl.weights.manifest import Manifest
+from async_rl.weights.tree import Parent
 from async_rl.wire import Header
 
 
@@ -76,6 +77,7 @@ class TicketLoop(ABC):
         self._credit = Credit(client)
         self._refused = Streak(client, f"the server refused {MAX_FAILURES} groups in a row")
         self.counts: Counter[str] = Counter(groups=0, weights_refused=0)
+        self._receiver = receiver
         self._swap = WeightSwap(holder, receiver, client, timer, self.counts, name)
 
     # -- what a domain says
@@ -158,6 +160,9 @@ class TicketLoop(ABC):
                 self._take(tickets)
             elif kind == "version":
                 self._announce(Manifest.from_wire(header["manifest"]))
+            elif kind == "parents":
+                parents = [Parent(str(address), int(depth)) for address, depth in header["parents"]]
+                self._receiver.follow(parents, leads=bool(header["leads"]))
             elif kind == "ack":
                 self._hear(header["results"])
             elif kind == "cancel":

@@ -31,7 +31,7 @@ def main() -> None:
             name=args.name,
             client=process.client,
             engine=engine,
-            receiver=process.receiver(),
+            receiver=process.receiver(relays=True),
             player=player,
             problems=list(data.train),
             timer=process.timer,

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from actors.receiver import Receiver
+from actors.relay import open_relay
+from async_rl.base_checksum import base_of
 from async_rl.client import Client
 from async_rl.config import RunConfig
 from async_rl.curve import ClientKeys
@@ -62,6 +64,8 @@ class Process:
 
     name: str
     config: RunConfig
+    address: str
+    """Of the buffer server."""
     client: Client
     keys: ClientKeys | None
     welcome: Header
@@ -75,11 +79,23 @@ class Process:
         wire = self.welcome.get("manifest")
         return Manifest.from_wire(wire) if wire else None
 
-    def receiver(self) -> Receiver:
-        """The receiver of this run's weights, one of the parts."""
+    def receiver(self, *, relays: bool = False) -> Receiver:
+        """The receiver of this run's weights, one of the parts.
+
+        Args:
+            relays: sends them on to other hosts, where the run says so.
+        """
+        relay = open_relay(self.config, self.address, self.keys) if relays else None
         receiver = Receiver(
-            self.config.weights.path, lambda: self.client.weights_address, self.welcome["run_id"], keys=self.keys
+            self.config.weights.path,
+            lambda: self.client.weights_address,
+            self.welcome["run_id"],
+            keys=self.keys,
+            relay=relay,
+            delta=self.config.weights.delta,
         )
+        if relay is not None:
+            self.client.send("relay", address=relay.address, key=relay.key)
         return self.parts.enter_context(contextlib.closing(receiver))
 
     def run(self, loop: Loop, until_stopped: Callable[[], Stop]) -> None:
@@ -127,15 +143,25 @@ def joined(role: Role, config: RunConfig, address: str, name: str, stage: str = 
         stage: of a scorer.
 
     Raises:
-        ConfigError: the keys cannot be read.
+        ConfigError: the keys, or the base of an adapter, cannot be read.
         HandshakeError: the server refuses us.
         DeadlineError: nothing answered in time.
     """
     timer, keys = StateTimer(), ClientKeys.of(config.buffer.keys)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into an orderly stop
-    with Client(address, role, name, config.contract_hash(), stage=stage, keys=keys) as client:
+    base = base_of(config)
+    with Client(address, role, name, config.contract_hash(), stage=stage, keys=keys, base=base) as client:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         client.beat_info = lambda: {"timer": timer.drain()}
         welcome = client.connect(CONNECT_TIMEOUT_S)
         with contextlib.ExitStack() as parts:
-            yield Process(name=name, config=config, client=client, keys=keys, welcome=welcome, timer=timer, parts=parts)
+            yield Process(
+                name=name,
+                config=config,
+                address=address,
+                client=client,
+                keys=keys,
+                welcome=welcome,
+                timer=timer,
+                parts=parts,
+            )

@@ -4,11 +4,13 @@
     fetch(manifest) ──newest wins──► shm: map the segment, verify each chunk in place
     fileno() readable ◄──────────── zmq: one receiver of the host pulls chunks into a copy, all map and verify it
     ready() ──► Prepared ──► engine.load_weights ──► live
+    follow(parents): whom chunks are pulled from ───── relay: what is here, or coming, is sent on to other hosts
 
 A transfer that has begun is finished although a newer version is announced meanwhile: aborting it would starve an actor
 whose transfers take longer than a step. A slot that was overwritten meanwhile is a failure with reason ``superseded``.
 A host that has no room for the copy in its shared memory is told once, and each receiver pulls into its own buffers.
-After any failure the newest version is tried again, at once if a newer one was announced, else after a second.
+After any failure the newest version is tried again, at once if a newer one was announced, else after a second; then
+only the chunks that are missing are pulled.
 """
 
 from __future__ import annotations
@@ -17,47 +19,31 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
-import numpy as np
-
+from actors.prepared import OwnBuffers, Prepared
+from actors.relay import Relay
 from async_rl.curve import ClientKeys
 from async_rl.errors import DeadlineError, WeightsError
 from async_rl.process import host_id
 from async_rl.weights.copies import Copy
+from async_rl.weights.filling import Base, Filling
 from async_rl.weights.manifest import Manifest
-from async_rl.weights.puller import Puller, TransferError
+from async_rl.weights.pull import TransferError
+from async_rl.weights.puller import Puller
 from async_rl.weights.segment import SegmentReader
 from async_rl.weights.share import HostShare
+from async_rl.weights.tree import Parent
 
 _RETRY_S = 1.0
 _IDLE_S = 60.0
 _CLOSE_S = 10.0
+_HEAD_START_S = 0.05
+"""For the receiver that sends on; should another one be faster, that sends on when it has all."""
 _PATIENCE = 2.0
 """Times ``stall_s``: a puller that is alive shows it once in ``stall_s``, whether chunks come or not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A version whose bytes were verified against its manifest."""
-
-    manifest: Manifest
-    """Names the segment of this host, if ``data`` is one."""
-    data: memoryview
-    """The flat bytes [manifest.nbytes]: read-only shared memory of the learner, that it may write over, or a copy or a
-    buffer that stays valid until :meth:`Receiver.ready` hands out the next version."""
-    transfer_s: float
-    """From the start of the transfer until the last chunk was verified."""
-    path: Literal["shm", "zmq"]
-    copy: Copy | None = None
-    """What holds ``data``, if it is shared by the receivers of this host."""
-
-    def release(self) -> None:
-        """Nobody reads ``data`` any more."""
-        if self.copy is not None:
-            self.copy.release()
 
 
 class Receiver:
@@ -69,6 +55,9 @@ class Receiver:
         run_id: versions of other runs are refused.
         stall_s: longest time without a chunk before a transfer is taken up anew.
         keys: of a server that lets in only those whom it knows.
+        relay: sends on what is here; it is closed with the receiver.
+        delta: ask for the difference to the version that is held.
+        host: what this host is called; a benchmark pretends to be several.
     """
 
     def __init__(
@@ -78,19 +67,27 @@ class Receiver:
         run_id: str,
         stall_s: float = 5.0,
         keys: ClientKeys | None = None,
+        *,
+        relay: Relay | None = None,
+        delta: bool = False,
+        host: str = "",
     ) -> None:
         self._path = path
         self._run_id = run_id
-        self._host = host_id()
+        self._host = host or host_id()
+        self._relay, self._delta = relay, delta
+        self._parents: tuple[Parent, ...] = ()
+        self._leads = True
         self._changed = threading.Condition()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._weights_address = weights_address
         self._puller = Puller(weights_address(), self._stop, stall_s, keys)
         self._reader = SegmentReader()
-        self._share = HostShare(run_id, self._stop, _PATIENCE * stall_s)
+        name = f"{run_id}-{host}" if host else run_id
+        self._share = HostShare(name, self._stop, _PATIENCE * stall_s, keep=relay is not None)
         self._told = False
-        self._buffers: list[memoryview] = []
+        self._buffers = OwnBuffers()
         self._newest = (-1, -1)
         """Epoch and version."""
         self._wanted: Manifest | None = None
@@ -123,10 +120,19 @@ class Receiver:
                 return
             self._newest = manifest.order
             if self._ready is not None and self._ready.manifest.epoch < manifest.epoch:
-                self._ready.release()
-                self._ready = None
-            self._wanted, self._retry_at = manifest, 0.0
+                before, self._ready = self._ready, None
+                self._release(before)
+            self._wanted, self._retry_at = manifest, 0.0 if self._leads else time.monotonic() + _HEAD_START_S
             self._changed.notify_all()
+
+    def follow(self, parents: Sequence[Parent], *, leads: bool = True) -> None:
+        """Pull from these from the next transfer on, each a stripe; empty: all from the learner. Never blocks.
+
+        Args:
+            parents: one for each stripe.
+            leads: of the receivers of this host this one is to pull; others let it begin first.
+        """
+        self._parents, self._leads = tuple(parents), leads
 
     def ready(self) -> Prepared | None:
         """The prepared version, once; the buffer of the one handed out before it is free from then on. Never blocks."""
@@ -136,9 +142,8 @@ class Receiver:
                 raise WeightsError("the weight receiver's thread failed") from self._crash
             prepared, self._ready = self._ready, None
             if prepared is not None:
-                if self._lent is not None:
-                    self._lent.release()
-                self._lent = prepared
+                before, self._lent = self._lent, prepared
+                self._release(before)
                 self._changed.notify_all()
         return prepared
 
@@ -166,6 +171,8 @@ class Receiver:
         os.close(self._stop)
         os.close(self._wake)
         self._reader.close()
+        if self._relay is not None:
+            self._relay.close()
         for prepared in (self._lent, self._ready):
             if prepared is not None:
                 prepared.release()
@@ -218,21 +225,42 @@ class Receiver:
 
     def _obtain(self, manifest: Manifest) -> tuple[Copy | None, memoryview]:
         """The bytes over ZeroMQ: the copy of this host, or a buffer of our own."""
+        pulled: list[Filling] = []
+
+        def pull(filling: Filling, pulse: Callable[[], None] = _nothing) -> None:
+            pulled.append(filling)
+            self._pull(filling, pulse)
+
+        with self._changed:
+            self._tell_relay()
         try:
-            copy = self._share.obtain(manifest, lambda into, pulse: self._pull(manifest, into, pulse))
+            copy = self._share.obtain(manifest, pull)
         except OSError as error:
             if not self._told:
                 print(f"weights: no copy for all receivers of this host ({error}); each pulls its own", flush=True)
                 self._told = True
         else:
+            if self._relay is not None and not pulled:  # another process of this host has pulled it
+                self._relay.offer(Filling.whole(manifest, copy.data))
             return copy, copy.data
-        buffer = self._free_buffer(manifest)
-        self._pull(manifest, buffer)
-        return None, buffer
+        with self._changed:
+            in_use = [p.data for p in (self._lent, self._ready) if p is not None]
+        filling = self._buffers.filling(manifest, in_use, keep=self._relay is not None)
+        pull(filling)
+        return None, filling.data
 
-    def _pull(self, manifest: Manifest, into: memoryview, pulse: Callable[[], None] = lambda: None) -> None:
-        self._puller.address = self._weights_address()
-        self._puller.pull(manifest, into, pulse)
+    def _pull(self, filling: Filling, pulse: Callable[[], None]) -> None:
+        filling.lead_from(self._base() if self._delta else None)
+        self._puller.address, self._puller.parents = self._weights_address(), self._parents
+        if self._relay is not None:
+            self._relay.offer(filling)
+        self._puller.fill(filling, pulse, self._relay.news if self._relay is not None else _nothing)
+
+    def _base(self) -> Base | None:
+        """The newest version that is here, which stays while another one is pulled."""
+        with self._changed:
+            newest = self._ready or self._lent
+            return newest.base if newest is not None and newest.path == "zmq" else None
 
     def _map(self, manifest: Manifest) -> memoryview | None:
         """The segment of this version; None: take ZeroMQ."""
@@ -258,28 +286,28 @@ class Receiver:
                 self._changed.wait(_IDLE_S)
         raise TransferError("superseded", f"version {manifest.version}: a newer one came before there was room for it")
 
-    def _free_buffer(self, manifest: Manifest) -> memoryview:
-        """One of two buffers, that nobody reads."""
-        with self._changed:
-            in_use = [p.data for p in (self._lent, self._ready) if p is not None]
-            self._buffers = [b for b in self._buffers if b.nbytes == manifest.nbytes or any(b is d for d in in_use)]
-            for buffer in self._buffers:
-                if not any(buffer is data for data in in_use):
-                    return buffer
-            self._buffers.append(np.empty(manifest.nbytes, np.uint8).data)
-            return self._buffers[-1]
-
     def _offer(self, prepared: Prepared) -> None:
         with self._changed:
             self._working = None
             if prepared.manifest.epoch < self._newest[0]:
-                prepared.release()
+                self._release(prepared)
                 return
-            if self._ready is not None:
-                self._ready.release()
-            self._ready = prepared
+            before, self._ready = self._ready, prepared
+            self._release(before)
             self._changed.notify_all()
             os.eventfd_write(self._wake, 1)  # not after it was taken, when it would wake for nothing
+
+    def _release(self, prepared: Prepared | None) -> None:
+        """Nobody reads it any more, nor does anybody pull it from here."""
+        if prepared is not None:
+            self._tell_relay()
+            prepared.release()
+
+    def _tell_relay(self) -> None:
+        """What is served to others is what is in use here; called with the lock."""
+        if self._relay is not None:
+            here = (p.manifest for p in (self._ready, self._lent) if p is not None)
+            self._relay.keep({m.order for m in (*here, self._working) if m is not None})
 
     def _fail(self, manifest: Manifest, error: TransferError) -> None:
         with self._changed:
@@ -294,6 +322,10 @@ class Receiver:
             os.eventfd_read(self._wake)
         except BlockingIOError:
             return
+
+
+def _nothing() -> None:
+    """Nobody waits for this transfer."""
 
 
 def _identity(manifest: Manifest | None) -> tuple[tuple[int, int], str] | None:

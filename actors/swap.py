@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
-from actors.receiver import Prepared, Receiver
+from actors.prepared import Prepared
+from actors.receiver import Receiver
 from async_rl.client import Client
 from async_rl.errors import WeightsError
 from async_rl.timer import StateTimer

@@ -1,6 +1,7 @@
 """The command line ``async-rl``. Heavy parts are imported by the commands that need them, so ``--help`` is instant.
 
     run, learner ─► session.py ─► launcher.py          actor ─► actor_host.py       report, doctor, fetch, plan, presets
+    launch ─► cluster_command.py ─► slurm.py, ray_run.py
     play ─► actors.control.play (a process)            export ─► control/export.py
 
 Exit codes: 0 done; 1 the run failed; 2 a setting or argument is wrong; 130, 143 or 129 stopped by Ctrl-C, SIGTERM or a
@@ -20,6 +21,7 @@ import typer
 
 from async_rl.bench.commands import app as bench
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.launch.cluster_command import launch
 
 app = typer.Typer(
     name="async-rl",
@@ -64,6 +66,21 @@ Checkpoint = Annotated[
     ),
 ]
 Resume = Annotated[Path | None, typer.Option(help="run folder to continue from its newest checkpoint")]
+NumHosts = Annotated[int, typer.Option("--nnodes", min=1, metavar="N", help="learner hosts")]
+HostIndex = Annotated[
+    int, typer.Option("--node-rank", min=0, metavar="R", help="number of this learner host; 0 has the server")
+]
+Rendezvous = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="with several learner hosts: where the server of the first listens"),
+]
+Trusted = Annotated[
+    bool,
+    typer.Option(
+        "--trusted-network",
+        help="learner hosts exchange gradients unencrypted (gloo, NCCL): nobody else reaches their network",
+    ),
+]
 
 
 @app.command()
@@ -93,15 +110,28 @@ def learner(
     resume: Resume = None,
     keys: Keys = None,
     insecure: Insecure = False,
+    nnodes: NumHosts = 1,
+    node_rank: HostIndex = 0,
+    rendezvous: Rendezvous = None,
+    trusted_network: Trusted = False,
 ) -> None:
-    """Run the buffer server, the learner group and the evaluation; actors and scorers connect from other hosts."""
+    """Run the buffer server, the learner group and the evaluation; actors and scorers connect from other hosts.
+
+    With --nnodes the group is spread over that many hosts: run this on each of them.
+    """
+    from async_rl.hosts import LearnerHosts
     from async_rl.launch.interrupts import Interrupts
 
     settings = _with_keys(overrides, keys, insecure=insecure)
+    hosts = LearnerHosts.of(nnodes, node_rank, rendezvous, trusted=trusted_network)
     with Interrupts() as interrupts:
+        if not hosts.is_first:
+            from async_rl.launch.learner_host import run_ranks
+
+            raise typer.Exit(run_ranks(source, settings, out, resume, interrupts, hosts))
         from async_rl.launch.session import run_session
 
-        raise typer.Exit(run_session(source, settings, out, resume, interrupts, with_actors=False))
+        raise typer.Exit(run_session(source, settings, out, resume, interrupts, with_actors=False, hosts=hosts))
 
 
 @app.command()
@@ -114,16 +144,23 @@ def actor(
     role: Annotated[
         HostRole, typer.Option(help="actor generates; reward and reference score what actors generated")
     ] = HostRole.actor,
+    engines: Annotated[
+        int, typer.Option(min=1, metavar="N", help="processes on this host, each with its own device if there are any")
+    ] = 1,
     overrides: Overrides = None,
     keys: Keys = None,
 ) -> None:
-    """Run one actor or scorer that serves a learner on another host, or joins a run on this one, at any time."""
+    """Run actors or scorers that serve a learner on another host, or join a run on this one, at any time."""
     from async_rl.launch.interrupts import Interrupts
 
     with Interrupts() as interrupts:
         from async_rl.launch.actor_host import run_actor
 
-        raise typer.Exit(run_actor(source, _with_keys(overrides, keys), connect, name, role.value, interrupts))
+        settings = _with_keys(overrides, keys)
+        raise typer.Exit(run_actor(source, settings, connect, name, role.value, interrupts, engines))
+
+
+app.command()(launch)
 
 
 @app.command()
@@ -181,9 +218,31 @@ def plan(
     actors: Annotated[str, typer.Option(metavar="N|search", help="number of actors, or try several")] = "search",
     ranks: Annotated[int | None, typer.Option(min=1, help="learner ranks; default: learner.ranks")] = None,
     imbalance: Annotated[bool, typer.Option("--imbalance", help="a step takes as long as its fullest rank")] = False,
+    parameters: Annotated[
+        str | None, typer.Option(metavar="7B|70B|1T", help="instead: what the links carry with a model of this size")
+    ] = None,
+    hosts: Annotated[int, typer.Option(min=1, max=100_000, help="with --parameters: actor hosts")] = 1,
+    link_gbit: Annotated[float, typer.Option(min=0.001, help="with --parameters: link of each host, Gbit/s")] = 100.0,
+    sent: Annotated[float, typer.Option(help="with --parameters: share of a version that weights.delta sends")] = 1.0,
     out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="write the plan there")] = None,
 ) -> None:
     """Say by simulation how many actors a learner needs and which staleness bound; nothing is started."""
+    if parameters is not None:
+        from async_rl.plan.links_command import run_links
+
+        run_links(
+            source,
+            overrides or [],
+            parameters=parameters,
+            hosts=hosts,
+            ranks=ranks,
+            step_s=step_s,
+            mean_tokens=median,
+            sent=sent,
+            link_gbit=link_gbit,
+            out=out,
+        )
+        return
     from async_rl.plan.command import Stated, run_plan
 
     stated = Stated(

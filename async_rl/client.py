@@ -62,6 +62,7 @@ class Client:
         stage: of a scorer: one of :data:`async_rl.protocol.STAGES`.
         step: that a learner continues with.
         group: of a learner: names this life of the group, the same on all its ranks.
+        base: :func:`async_rl.base_checksum.base_of` the run.
         keys: of a server that lets in only those whom it knows.
     """
 
@@ -77,6 +78,7 @@ class Client:
         stage: str = "",
         step: int = 0,
         group: str = "",
+        base: str = "",
         keys: ClientKeys | None = None,
     ) -> None:
         self.beat_info: Callable[[], dict[str, Any]] = dict
@@ -98,6 +100,7 @@ class Client:
             "stage": stage,
             "step": step,
             "group": group,
+            "base": base,
         }
         self._line = Connection(address, hello, self._inbox, lambda: self.beat_info(), keys)
 

@@ -46,9 +46,15 @@ _IDLE_S = 1.0
 _DISMISSED = ("hello", "replaced", "ahead", "over")
 _HELLO_AGAIN_S = 5.0
 """A first hello without an answer is said again: a server that died may have taken it with it."""
-_STICKY = ("credit", "live", "asleep", "next", "trained", "snapshot", "eval", "done", "stop")
+_STICKY = ("credit", "live", "relay", "asleep", "next", "trained", "snapshot", "eval", "done", "stop", "muster")
 """Messages whose newest one is sent again after a break; ``live`` ends ``asleep``. ``stop`` is the user's wish."""
-_ANSWERS = {"shard": ("next",), "trained": ("trained",), "snapshot": ("snapshot",), "stop": ("next", "done")}
+_ANSWERS = {
+    "shard": ("next",),
+    "trained": ("trained",),
+    "snapshot": ("snapshot",),
+    "stop": ("next", "done"),
+    "mustered": ("muster",),
+}
 """Which of them an answer settles."""
 
 

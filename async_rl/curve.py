@@ -87,6 +87,14 @@ class ClientKeys:
         public, secret = _read_secret(where / "client.key")
         return cls(public=public, secret=secret, server=_read_public(where / "server.pub"))
 
+    def of_peer(self) -> ClientKeys:
+        """What a client needs for a server of another client that has the same keys: a host that relays weights."""
+        return ClientKeys(public=self.public, secret=self.secret, server=self.public)
+
+    def to_serve(self) -> ServerKeys:
+        """What such a server needs: it lets in those who have the same keys."""
+        return ServerKeys(public=self.public, secret=self.secret, clients=frozenset({self.public}))
+
 
 def make_keys(folder: Path) -> list[Path]:
     """Make what is missing of the two pairs; files that are there stay as they are. The files that were written.
@@ -180,7 +188,7 @@ def check_open(address: str, keys: str, *, insecure: bool) -> None:
         ConfigError: it is refused.
     """
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    if not (_is_loopback(host) or keys or insecure):
+    if not (is_loopback(host) or keys or insecure):
         raise ConfigError(
             f"buffer.bind = {address!r}: other hosts could reach the server and it has no keys; make some with "
             "async-rl keys DIR and name them with --keys DIR (buffer.keys), which lets in only those who have them, "
@@ -188,7 +196,8 @@ def check_open(address: str, keys: str, *, insecure: bool) -> None:
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address or name can be reached from this host alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -33,7 +33,7 @@ from async_rl.launch import control_checks, preflight, roles, task_checks
 from async_rl.launch.children import cause, tail
 from async_rl.launch.commands import visible_gpus
 from async_rl.launch.control_overview import describe_networks
-from async_rl.launch.overview import num_parameters
+from async_rl.launch.overview import num_parameters, num_published
 from async_rl.probe import FAULTS
 from async_rl.process import die_with_parent
 from async_rl.summary import package_version
@@ -239,7 +239,7 @@ def _rewards(config: Config, env: Mapping[str, str]) -> str:
 def _limits(config: Config, env: Mapping[str, str], model: Path) -> str:
     preflight.check_limits(config, model)
     task_checks.check_chat_template(config, env, model)
-    preflight.check_shared_memory((num_parameters(model) or 0) * 4)
+    preflight.check_shared_memory((num_published(config, model) or 0) * 4)
     return "context, chat template and shared memory suffice"
 
 

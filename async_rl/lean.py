@@ -1,10 +1,11 @@
 """transformers without what a model of one process never runs; that is a third of the start of every process with one.
 
-    import_transformers() ─► transformers.modeling_utils      left out: torch._dynamo, DTensor, FSDP
+    import_transformers() ─► transformers.modeling_utils      left out: torch._dynamo, DTensor, FSDP, accelerate
 
 On the way to any model transformers imports torch's compiler and its distributed tensors, for decorators and for type
 checks; both take longer than torch itself. Here the decorators are lazy ones while it is imported, and it is told that
-it shards no model: no model here is sharded. Whoever compiles or distributes later imports the real thing.
+it shards no model: no model here is sharded. Whoever compiles or distributes later imports the real thing. The same
+goes for accelerate, which places models on devices; it is there where peft is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 _COMPILER = "torch._dynamo"
 _DISTRIBUTED = "torch.distributed.tensor"
 _INDEXING = "torch._dynamo._trace_wrapped_higher_order_op"
+_PLACING = "accelerate"
 _CORE = ("transformers.modeling_utils", "transformers.models.auto.auto_factory")
 
 
@@ -60,6 +62,8 @@ def _stand_ins() -> Iterator[None]:
         setattr(compiler, hint, _unmarked)
     indexing.TransformGetItemToIndex = _transform_getitem_to_index  # type: ignore[attr-defined]
     stand_ins: dict[str, Any] = {_COMPILER: compiler, _INDEXING: indexing}
+    if _PLACING not in sys.modules:
+        stand_ins[_PLACING] = None  # is not there, for all that transformers will ask
     saved = torch.compiler.disable, torch.distributed.is_available
     sys.modules |= stand_ins
     torch.compiler.disable, torch.distributed.is_available = _disable, _is_available

@@ -20,8 +20,8 @@ Row = dict[str, Any]
 
 CHECKPOINT_FILES = ("trainer.json", "optimizer.safetensors", "ledger.json", "groups.bin")
 """A checkpoint folder counts only when both sides have written theirs."""
-MODEL_FILES = ("hf/config.json", "policy.safetensors")
-"""It has one of these, too: of a language model, or of a policy that controls environments."""
+MODEL_FILES = ("hf/config.json", "adapter/adapter_config.json", "policy.safetensors")
+"""It has one of these, too: of a language model, of its adapter, or of a policy that controls environments."""
 
 
 def read_json(path: Path) -> Row:
@@ -46,6 +46,11 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def model_folder(checkpoint: Path) -> Path:
+    """Where a checkpoint has its model: a language model, its adapter alone, or (control) beside everything else."""
+    return next((folder for name in ("hf", "adapter") if (folder := checkpoint / name).is_dir()), checkpoint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ With short answers most completions of a group are equal, and all share its prom
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -177,3 +177,26 @@ def _ranges(starts: Ints, lengths: Ints) -> Ints:
     before = np.cumsum(lengths) - lengths
     joined: Ints = np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
     return joined
+
+
+def make_filler(known: Collection[str], device: torch.device) -> MicroBatch:
+    """One token that a rank forwards for nothing, because others have a micro-batch that it has not.
+
+    Args:
+        known: names of the signals of the real ones: what is known there is not forwarded here, either.
+        device: where the tensors go.
+    """
+    zero, real = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
+    return MicroBatch(
+        inputs_RL=zero.view(1, 1),
+        source_N=zero,
+        targets_N=zero,
+        reads_M=zero,
+        index_M=zero,
+        sequence_M=zero,
+        num_sequences=0,
+        behaviour_logprobs_M=real,
+        sequence_lengths_M=torch.ones_like(real),
+        ages_M=zero,
+        **dict.fromkeys(known, real),
+    )

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from async_rl.metrics import Metrics
 from async_rl.wire import Frame, Header
-from learner.flat import FlatParameters, Slot
+from learner.parameters import Parameters
+from learner.slots import Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,11 @@ class Trained:
 
 
 class Domain(Protocol):
-    """The models of a rank with their flat parameters and optimiser."""
+    """The models of a rank with their parameters and optimiser."""
 
-    flat: FlatParameters
+    @property
+    def flat(self) -> Parameters:
+        """What is trained, as one flat vector or as shards of it."""
 
     @property
     def published(self) -> tuple[Slot, ...]:
@@ -52,7 +55,7 @@ class Domain(Protocol):
         """Continue from :meth:`numbers`; what the configuration holds constant stays as configured."""
 
     def save(self, folder: Path) -> None:
-        """Write the models and the optimiser's state into a checkpoint folder."""
+        """Write the models and the optimiser's state into a checkpoint folder; on every rank, where they are spread."""
 
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote.

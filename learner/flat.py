@@ -13,9 +13,8 @@ optimiser leaves it alone (:meth:`FlatParameters.trained_span`).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,17 +22,11 @@ import xxhash
 from torch import nn
 
 from learner.parking import Parkable
+from learner.slots import Slot, lay_out_by_role, size_of, slots_of, state, trainable, view_of
 
-_ALIGN = 32
+__all__ = ["FlatParameters", "Slot", "view_of"]
 
-
-class Slot(NamedTuple):
-    """Where one tensor lies in the flat vector; offsets and sizes count elements."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int
-    numel: int
+T = TypeVar("T")
 
 
 class FlatParameters:
@@ -59,18 +52,18 @@ class FlatParameters:
         dtype: torch.dtype = torch.float32,
         with_state: bool = False,
     ) -> None:
-        named = list(_trainable(modules))
+        named = list(trainable(modules))
         if not named:
             raise ValueError(f"no trainable parameter in {sorted(modules)}")
-        states = list(_state(modules)) if with_state else []
+        states = list(state(modules)) if with_state else []
         mixed = [name for name, tensor in states if tensor.dtype != torch.float32]
         if mixed:
             raise ValueError(f"{', '.join(mixed)}: buffers and frozen parameters must be float32 to lie in the vector")
         if states and dtype != torch.float32:
             raise ValueError("state lies in the float32 vector only; bfloat16 modules would read a rounded copy of it")
-        tensors, self.layout = _lay_out_by_role(modules, named, states)
+        tensors, self.layout = lay_out_by_role(modules, named, states)
         self.roles = tuple(modules)
-        self.size = _aligned(self.layout[-1].offset + self.layout[-1].numel)
+        self.size = size_of(self.layout)
         self.data = torch.zeros(self.size, dtype=torch.float32, device=device)
         self.working = self.data if dtype == torch.float32 else torch.zeros(self.size, dtype=dtype, device=device)
         self.grad_and_tail = torch.zeros(self.size + num_scalars, dtype=torch.float32, device=device)
@@ -90,10 +83,7 @@ class FlatParameters:
 
     def slots(self, role: str) -> tuple[Slot, ...]:
         """Where the tensors of one module lie, under the names that they have in it."""
-        if len(self.roles) == 1:
-            return self.layout
-        prefix = f"{role}."
-        return tuple(s._replace(name=s.name.removeprefix(prefix)) for s in self.layout if s.name.startswith(prefix))
+        return slots_of(self.layout, self.roles, role)
 
     def span(self, role: str) -> slice:
         """The part of the vectors that one module has, gaps included; parts of all modules make up the whole."""
@@ -154,6 +144,44 @@ class FlatParameters:
                 )
             waiting.extend(following for following, _ in node.next_functions)
 
+    # ------------------------------------------------------------------ as learner.parameters.Parameters
+
+    in_step = False
+    """Ranks meet in the reduction only."""
+
+    @property
+    def reduced(self) -> torch.Tensor:
+        """What an update's one all_reduce sums: gradient and tail."""
+        return self.grad_and_tail
+
+    @property
+    def replicated(self) -> tuple[torch.Tensor, ...]:
+        """What every rank holds a copy of."""
+        return (self.data,)
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Forward passes; all parameters are at hand at any time."""
+        return work()
+
+    def backward(self, work: Callable[[], tuple[torch.Tensor, T]]) -> T:
+        """Add the gradient of the loss that ``work`` returns beside something else, which is returned."""
+        loss, rest = work()
+        loss.backward()
+        return rest
+
+    def finish_gradient(self) -> None:
+        """After the last :meth:`backward` of an update: nothing of its gradient may lie elsewhere."""
+        self.check_views()
+
+    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """What is published: the whole vector, which begins at element 0."""
+        yield 0, self.data
+
+    def assist(self) -> None:
+        """What other ranks do while rank 0 reads :meth:`pieces`: nothing."""
+
+    # ------------------------------------------------------------------ on the CPU, and away from the device
+
     def checksum(self) -> int:
         """xxh3-64 over the bytes of ``data``."""
         return int(xxhash.xxh3_64_intdigest(self._bytes()))
@@ -188,56 +216,3 @@ class FlatParameters:
 
     def _bytes(self) -> memoryview:
         return memoryview(self._master.on_cpu().numpy().view(np.uint8))
-
-
-def view_of(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """The tensor of ``slot`` as a view of a flat vector ``[size]``."""
-    return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
-
-
-def _trainable(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    seen: set[int] = set()
-    for role, module in modules.items():
-        prefix = f"{role}." if len(modules) > 1 else ""
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield prefix + name, parameter
-
-
-def _state(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers and frozen parameters, each once."""
-    seen: set[int] = set()
-    for role, module in modules.items():
-        prefix = f"{role}." if len(modules) > 1 else ""
-        frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
-        for name, tensor in (*frozen, *module.named_buffers()):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield prefix + name, tensor
-
-
-def _lay_out_by_role(
-    modules: Mapping[str, nn.Module],
-    named: list[tuple[str, nn.Parameter]],
-    states: list[tuple[str, torch.Tensor]],
-) -> tuple[list[torch.Tensor], tuple[Slot, ...]]:
-    """Parameters of a module, then its state, then the next module's."""
-    ordered: list[tuple[str, torch.Tensor]] = []
-    for role in modules:
-        for found in (named, states):
-            ordered += [(n, t) for n, t in found if len(modules) == 1 or n.partition(".")[0] == role]
-    return [tensor for _, tensor in ordered], _lay_out(ordered)
-
-
-def _lay_out(named: list[tuple[str, torch.Tensor]]) -> tuple[Slot, ...]:
-    slots, offset = [], 0
-    for name, parameter in named:
-        shape = tuple(parameter.shape)
-        slots.append(Slot(name, shape, offset, math.prod(shape)))
-        offset = _aligned(offset + math.prod(shape))
-    return tuple(slots)
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGN) * _ALIGN

@@ -79,7 +79,7 @@ class Leader:
         """Copy the present weights into their slot, as ``version``; nobody hears of it before :meth:`announce`."""
         with self._timer.during("publishing"):
             evaluated = is_evaluated(self._config, version, self._start)
-            self._staged = self._publisher.publish(self._domain.flat.data, version, evaluated)
+            self._staged = self._publisher.publish_pieces(self._domain.flat.pieces(), version, evaluated)
 
     def announce(self, step: int) -> Metrics:
         """Tell the server of the staged version, which moves the groups of ``step`` to trained; -1: the start version.

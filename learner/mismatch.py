@@ -87,6 +87,8 @@ class MismatchCheck:
 
     def _cause(self, batch: PreparedBatch, limit: float) -> str:
         """What this rank's own fresh sequences tell."""
+        if self._config.sharded:  # ranks would make different numbers of passes
+            return "`async-rl doctor CONFIG` says why"
         temperature, sequences = self._config.sampling.temperature, batch.sequences
         oldest_S = np.zeros(len(sequences.trained_S), np.int64)
         np.maximum.at(oldest_S, sequences.sequence_M, sequences.ages_M)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,36 +20,43 @@ from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.logprobs import token_logprobs
 from async_rl.models import check_head, load_causal_lm, load_tokenizer, resolve_model
+from learner.adapter import AdapterOff, FrozenBase, add_adapter
 from learner.algorithms.objective import Outputs
 from learner.batching import MicroBatch
 from learner.critic import Critic
 from learner.logprobs import can_forward_trees, predicting_hidden
-from learner.reference import Reference
+from learner.reference import Reference, ReferenceModel
+
+if TYPE_CHECKING:
+    from learner.group import LearnerGroup
 
 
 class Networks:
     """What is trained, and what it is compared with.
 
     Args:
-        policy: causal language model in float32 on the group's device.
+        policy: causal language model on the group's device, in float32 unless it has an adapter.
         critic: for GAE, or None.
         reference: for a KL term or distillation, or None.
         temperature: of the sampling contract.
         entropy_gradient: whether the entropy is part of the loss.
+        base: what of the policy is not trained, where it has an adapter.
     """
 
     def __init__(
         self,
         policy: Any,
         critic: Critic | None = None,
-        reference: Reference | None = None,
+        reference: ReferenceModel | None = None,
         *,
         temperature: float = 1.0,
         entropy_gradient: bool = False,
+        base: FrozenBase | None = None,
     ) -> None:
         self.policy = policy
         self.critic = critic
         self.reference = reference
+        self.base = base
         self.trees = can_forward_trees(policy)
         """Whether rows of trees can be forwarded; the other models have the same architecture or are asked, too."""
         if reference is not None:
@@ -61,6 +68,12 @@ class Networks:
     def trained(self) -> Mapping[str, nn.Module]:
         """What is trained, by role; the policy comes first."""
         return {"policy": self.policy} | ({"critic": self.critic} if self.critic is not None else {})
+
+    def follow_rank_0(self, group: LearnerGroup) -> None:
+        """Leave each rank a shard of the reference, if there is one; what was found out on rank 0 counts."""
+        self.trees = bool(group.broadcast_number(float(self.trees)))
+        if isinstance(self.reference, Reference):
+            self.reference.shard(group)
 
     def compile(self) -> None:
         """Compile the layers of all models, in place, for batches of any size; they keep names and parameters.
@@ -125,37 +138,51 @@ def check_tokens(policy: Path, reference: Path) -> None:
         )
 
 
-def load_networks(config: Config, source: Path, device: torch.device) -> Networks:
-    """Load what the configuration needs; trained models in float32, whatever they compute in.
+def load_networks(config: Config, source: Path, device: torch.device, weights: bool = True) -> Networks:
+    """Load what the configuration needs; what is trained in float32, whatever it computes in.
 
     Args:
         config: the run.
-        source: folder of the policy: the start model, or that of a checkpoint.
+        source: folder of the policy: the start model, or that of a checkpoint; with an adapter, of its base.
         device: where the models go.
+        weights: False leaves the parameters uninitialised, where another rank gives them; their memory is not touched.
 
     Raises:
         ConfigError: a model cannot be loaded, or does not fit the others.
     """
-    algorithm = config.algorithm
-    policy = load_causal_lm(source, "float32", device)
-    check_head(policy)
-    reference, critic = None, None
-    if config.needs_reference and config.reference.placement == "learner":
-        folder = resolve_model(config.reference.path or config.model.path, "reference.path")
-        check_tokens(source, folder)
-        reference = Reference(load_causal_lm(folder, config.model.dtype, device), config.sampling.temperature)
+    algorithm, lora = config.algorithm, config.lora
+    policy = load_causal_lm(source, config.model.dtype if lora.is_on else "float32", device, weights)
+    if weights:
+        check_head(policy)
+    if lora.is_on:
+        add_adapter(policy, lora, config.seed)
+    critic = None
     if algorithm.advantage == "gae":
         trunk = None
         if algorithm.critic == "model":
-            trunk = load_causal_lm(resolve_model(config.model.path), "float32", device).base_model
+            trunk = load_causal_lm(resolve_model(config.model.path), "float32", device, weights).base_model
         critic = Critic(policy.get_output_embeddings().weight.shape[1], trunk).to(device)
     networks = Networks(
         policy,
         critic,
-        reference,
+        _load_reference(config, source, policy, device, weights),
         temperature=config.sampling.temperature,
         entropy_gradient=algorithm.entropy_coef > 0,
+        base=FrozenBase(policy) if lora.is_on else None,
     )
     if config.learner.compile:
         networks.compile()
     return networks
+
+
+def _load_reference(
+    config: Config, source: Path, policy: Any, device: torch.device, weights: bool
+) -> ReferenceModel | None:
+    """The reference that the learner needs: the base of an adapter is in memory already."""
+    if not config.needs_reference or config.reference.placement != "learner":
+        return None
+    folder = resolve_model(config.reference.path or config.model.path, "reference.path")
+    if config.lora.is_on and folder.resolve() == source.resolve():
+        return AdapterOff(policy, config.sampling.temperature)
+    check_tokens(source, folder)
+    return Reference(load_causal_lm(folder, config.model.dtype, device, weights), config.sampling.temperature)

@@ -16,9 +16,17 @@ import torch
 
 from async_rl.config import Config
 from learner.algorithms.whitening import moments, whiten
-from learner.batching import MicroBatch, Plan, build_micro_batches, count_micro_batches, plan_micro_batches
+from learner.batching import (
+    MicroBatch,
+    Plan,
+    build_micro_batches,
+    count_micro_batches,
+    make_filler,
+    plan_micro_batches,
+)
 from learner.group import LearnerGroup
 from learner.networks import Networks
+from learner.parameters import Parameters
 from learner.sequences import Sequences, concatenate
 from learner.shard import MiniBatch
 from learner.signals import Forwarded, Signals, make_signals
@@ -50,13 +58,15 @@ class Preparer:
         config: algorithm and learner settings.
         networks: at the parameters of the step's start when :meth:`prepare` is called.
         group: the ranks.
+        parameters: of the networks; its passes are made through it.
     """
 
-    def __init__(self, config: Config, networks: Networks, group: LearnerGroup) -> None:
+    def __init__(self, config: Config, networks: Networks, group: LearnerGroup, parameters: Parameters) -> None:
         algorithm = config.algorithm
         self._config = config
         self._networks = networks
         self._group = group
+        self._parameters = parameters
         self._old_logprobs = algorithm.proximal == "recomputed"
         self._reference = algorithm.advantage == "distill" or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward")
         self._annotated = config.needs_reference and config.reference.placement == "scorer"
@@ -87,33 +97,44 @@ class Preparer:
         budget = self._config.learner.micro_batch_tokens
         sequences = concatenate(batch.groups, version, self._annotated)
         plan = plan_micro_batches(sequences, budget, self._networks.trees)
-        forwarded = self._forward(sequences, plan)
+        count = max(count_micro_batches(lengths, budget) for lengths in batch.lengths_per_rank)
+        if self._parameters.in_step:  # that is an upper bound; here each one that is empty would cost a pass
+            count = self._group.max_over_ranks(len(plan.bounds) - 1 if plan else 0)
+        forwarded = self._forward(sequences, plan, count)
         return PreparedBatch(
             sequences=sequences,
             signals=make_signals(self._config, sequences, forwarded, kl_coef),
             plan=plan,
-            num_micro_batches=max(count_micro_batches(lengths, budget) for lengths in batch.lengths_per_rank),
+            num_micro_batches=count,
             num_tokens=batch.num_tokens,
             num_sequences=batch.num_sequences,
         )
 
-    def _forward(self, sequences: Sequences, plan: Plan | None) -> Forwarded:
+    def _forward(self, sequences: Sequences, plan: Plan | None, count: int) -> Forwarded:
         """One pass over the packed tokens for all that is needed; results in the order of the trained tokens."""
-        networks, count = self._networks, len(sequences.token_M)
-        old_M = torch.zeros(count) if self._old_logprobs else None
-        values_M = torch.zeros(count) if networks.critic is not None else None
+        networks, length = self._networks, len(sequences.token_M)
+        old_M = torch.zeros(length) if self._old_logprobs else None
+        values_M = torch.zeros(length) if networks.critic is not None else None
         forwards_reference = self._reference and networks.reference is not None
-        reference_M = torch.zeros(count) if forwards_reference else None
+        reference_M = torch.zeros(length) if forwards_reference else None
         if sequences.ref_logprobs_M is not None:
             reference_M = torch.from_numpy(sequences.ref_logprobs_M)
         if self._old_logprobs or values_M is not None or forwards_reference:
-            nothing = Signals(advantages_M=torch.zeros(count))
-            for batch in build_micro_batches(sequences, nothing, plan, count=0, device=self._group.device):
-                if not len(batch.reads_M):
-                    continue
-                found = networks.logprobs_and_values(batch, self._old_logprobs)
-                reference = networks.reference.logprobs(batch) if forwards_reference and networks.reference else None
-                for target, source in zip((old_M, values_M, reference_M), (*found, reference), strict=True):
+            nothing = Signals(advantages_M=torch.zeros(length))
+            for batch in build_micro_batches(sequences, nothing, plan, count=count, device=self._group.device):
+                found = self._pass(batch, forwards_reference)
+                for target, source in zip((old_M, values_M, reference_M), found, strict=True):
                     if target is not None and source is not None:
                         target[batch.index_M.cpu()] = source.cpu()
         return Forwarded(proximal_logprobs_M=old_M, ref_logprobs_M=reference_M, values_M=values_M)
+
+    def _pass(self, batch: MicroBatch, reference: bool) -> tuple[torch.Tensor | None, ...]:
+        """Log-probabilities of policy and reference, a critic's values between them, as far as wanted: ``[M]``."""
+        networks, is_empty = self._networks, not len(batch.reads_M)
+        if is_empty and not self._parameters.in_step:
+            return None, None, None
+        if is_empty:
+            batch = make_filler(("advantages_M",), self._group.device)
+        found = self._parameters.run(lambda: networks.logprobs_and_values(batch, self._old_logprobs))
+        theirs = networks.reference.logprobs(batch) if reference and networks.reference else None
+        return (None, None, None) if is_empty else (*found, theirs)

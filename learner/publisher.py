@@ -1,15 +1,16 @@
 """Publishes versions of the weights: one copy of the flat vector into a shared-memory slot, and a manifest as proof.
 
-    flat vector (any device, float32) ──copy, cast──► slot version % 2, or "eval" ──xxh3 per chunk──► Manifest
+    flat vector, whole or piece by piece ──copy, cast──► slot version % 2, or "eval" ──xxh3 per chunk──► Manifest
 
-Each part is hashed right after it was copied, while it is still in the cache.
+Each part is hashed right after it was copied, while it is still in the cache. What lies in pieces on several devices is
+never held whole but in the slot.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -17,8 +18,9 @@ import xxhash
 
 from async_rl.errors import ConfigError, WeightsError
 from async_rl.process import host_id
-from async_rl.weights.manifest import CACHED_BYTES, Manifest, Tensor, combine, copy_checksum
+from async_rl.weights.manifest import CACHED_BYTES, Manifest, Tensor, combine
 from async_rl.weights.segment import SLOTS, Segment
+from learner.parameters import Piece
 
 Layout = Sequence[tuple[str, tuple[int, ...], int, int]]
 """(name, shape, first element in the flat vector, number of elements) of each tensor, as ``FlatParameters.layout``."""
@@ -77,9 +79,24 @@ class Publisher:
         """
         if flat.ndim != 1 or flat.dtype != torch.float32 or flat.numel() < self._numel:
             raise ValueError(f"flat must be float32 [>= {self._numel}], got {flat.dtype} {tuple(flat.shape)}")
+        return self.publish_pieces([(0, flat)], version, evaluated)
+
+    def publish_pieces(self, pieces: Iterable[Piece], version: int, evaluated: bool) -> Manifest:
+        """The same from parts of the vector, in ascending order, each read before the next one is asked for.
+
+        Args:
+            pieces: float32 or the published type, on any device; what lies between two of them is zero. What lies
+                behind the last published tensor is not read.
+            version: learner steps made.
+            evaluated: as for :meth:`publish`.
+        """
         began = time.perf_counter()
         segment = self._segments["eval" if evaluated else str(version % 2)]
-        chunks = self._copy(flat.detach()[: self._numel], segment.data)
+        filling = _Filling(segment.data, self._chunk_bytes, self._dtype)
+        for first, values in pieces:
+            if first < self._numel:
+                filling.add(first, values.detach().flatten()[: self._numel - first])
+        chunks = filling.finish()
         self.publish_s = time.perf_counter() - began
         return Manifest(
             version=version,
@@ -100,26 +117,60 @@ class Publisher:
             segment.unlink()
         self._segments.clear()
 
-    def _copy(self, source: torch.Tensor, data: memoryview) -> tuple[int, ...]:
-        size = self._chunk_bytes
-        if source.device.type == "cpu" and source.dtype == self._dtype:  # a fifth faster than torch's copies
-            new = memoryview(source.contiguous().numpy()).cast("B")
-            return tuple(copy_checksum(data[i : i + size], new[i : i + size]) for i in range(0, self.nbytes, size))
-        return tuple(
-            self._cast_chunk(part, data[i * size : (i + 1) * size])
-            for i, part in enumerate(source.split(size // self._dtype.itemsize))
-        )
 
-    def _cast_chunk(self, source: torch.Tensor, data: memoryview) -> int:
-        """Copy what is of another type or on another device; the checksum of ``data``."""
-        # a copy from a device is a call of its own: one large one
-        most = CACHED_BYTES // self._dtype.itemsize if source.device.type == "cpu" else source.numel()
-        state, target = xxhash.xxh3_64(), torch.frombuffer(data, dtype=self._dtype)
-        for first in range(0, source.numel(), most):
-            # from CUDA this waits for the bytes: the target is pageable
-            target[first : first + most].copy_(source[first : first + most])
-            state.update(data[first * self._dtype.itemsize : (first + most) * self._dtype.itemsize])
-        return state.intdigest()
+class _Filling:
+    """Fills a slot from its beginning on, and hashes behind.
+
+    Args:
+        data: the slot, ``[nbytes]``; where nothing is written, it is zero already.
+        chunk_bytes: bytes per checksum.
+        dtype: of the slot.
+    """
+
+    def __init__(self, data: memoryview, chunk_bytes: int, dtype: torch.dtype) -> None:
+        self._data = data
+        self._chunk_bytes = chunk_bytes
+        self._dtype = dtype
+        self._target = torch.frombuffer(data, dtype=dtype) if data.nbytes else torch.empty(0, dtype=dtype)
+        self._hashed = 0
+        self._state = xxhash.xxh3_64()
+        self._chunks: list[int] = []
+
+    def add(self, first: int, source: torch.Tensor) -> None:
+        """Copy elements ``[count]`` to where they belong, behind all that was copied before."""
+        size = self._dtype.itemsize
+        on_cpu = source.device.type == "cpu"
+        is_plain = on_cpu and source.dtype == self._dtype
+        plain = memoryview(source.contiguous().view(torch.uint8).numpy()) if is_plain else None
+        begin, place = first * size, 0
+        self._hash_to(begin)
+        while place < source.numel():
+            at = begin + place * size
+            # small parts are hashed from the cache; a copy from a device is a call of its own: large ones
+            most = min(self._chunk_bytes - at % self._chunk_bytes, CACHED_BYTES if on_cpu else self._chunk_bytes)
+            count = min(most // size, source.numel() - place)
+            if plain is not None:  # a fifth faster than torch's copies
+                self._data[at : at + count * size] = plain[place * size : (place + count) * size]
+            else:  # from CUDA this waits for the bytes: the target is pageable
+                self._target[at // size : at // size + count].copy_(source[place : place + count])
+            place += count
+            self._hash_to(at + count * size)
+
+    def finish(self) -> tuple[int, ...]:
+        """Hash to the end; the checksums of all chunks."""
+        self._hash_to(self._data.nbytes)
+        if self._hashed % self._chunk_bytes:
+            self._chunks.append(self._state.intdigest())
+        return tuple(self._chunks)
+
+    def _hash_to(self, stop: int) -> None:
+        while self._hashed < stop:
+            end = min(stop, self._hashed - self._hashed % self._chunk_bytes + self._chunk_bytes)
+            self._state.update(self._data[self._hashed : end])
+            self._hashed = end
+            if end % self._chunk_bytes == 0:
+                self._chunks.append(self._state.intdigest())
+                self._state.reset()
 
 
 def _allocate(run_id: str, nbytes: int) -> dict[str, Segment]:

@@ -1,6 +1,6 @@
 """One rank of the learner group, whatever it trains; ``learner.main`` and ``learner.control.main`` are its processes.
 
-join the group ─► newest checkpoint ─► hello(step, life of the group) ─► domain ─► broadcast
+(several hosts: muster ─►) join the group ─► newest checkpoint ─► hello(step, life of the group) ─► domain ─► broadcast
   ─► publish the start version ─► train until done or stopped ─► checkpoint ─► done ─► the server's stop ─► close
 
 A rank whose partners are gone, or whom the server wants to begin anew, ends with an exit code that says: start me again
@@ -10,21 +10,26 @@ A rank whose partners are gone, or whom the server wants to begin anew, ends wit
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from async_rl.base_checksum import base_of
 from async_rl.client import Client, Stopped
 from async_rl.config import RunConfig
 from async_rl.curve import ClientKeys
 from async_rl.errors import AsyncRLError, HandshakeError, StartAgainError
+from async_rl.hosts import own_folder
 from async_rl.process import die_with_parent, spare_what_is_loaded
 from async_rl.timer import StateTimer
 from learner.domain import Domain
-from learner.group import LearnerGroup
+from learner.group import LearnerGroup, read_placement
 from learner.leader import Leader
+from learner.meeting import Muster, meet_in_a_file
+from learner.shipping import discard
 from learner.start import Start, find_start
 from learner.trainer import Trainer
 
@@ -40,7 +45,7 @@ class Rank:
     group: LearnerGroup
     timer: StateTimer
     out: Path
-    """Run folder."""
+    """Run folder; on a further learner host its own folder in there."""
     resume: Path | None = None
     """Checkpoint folder to continue from."""
 
@@ -61,16 +66,20 @@ def main(read: Callable[[str], C], build: Callable[[C, Rank], Domain]) -> None:
     parser.add_argument("config")
     parser.add_argument("--out", type=Path, required=True, help="run folder")
     parser.add_argument("--connect", required=True, help="address of the buffer server, tcp://HOST:PORT")
+    parser.add_argument("--nnodes", type=int, default=1, help="learner hosts")
+    parser.add_argument("--node-rank", type=int, default=0, help="of this host, from 0")
     args = parser.parse_args()
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into an orderly stop
     terminations: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: terminations.append(number))
     config = read(args.config)
-    group = LearnerGroup.start(config.learner.ranks, config.device, config.learner.timeout_s)
-    rank = Rank(group=group, timer=StateTimer(), out=args.out)
+    placement = read_placement(os.environ, config.learner.ranks, config.device, args.nnodes, args.node_rank)
+    meet = Muster(args.connect, config, lambda: bool(terminations)) if args.nnodes > 1 else meet_in_a_file
+    group = LearnerGroup(placement, config.learner.timeout_s, meet)
+    rank = Rank(group=group, timer=StateTimer(), out=own_folder(args.out, args.node_rank))
     name = f"learner{group.rank}"
-    start = find_start(config, args.out, group, lambda folder: build(config, replace(rank, resume=folder)))
+    start = find_start(config, args.out, group, lambda folder: build(config, replace(rank, resume=folder)), rank.out)
     with Client(
         args.connect,
         "learner",
@@ -81,6 +90,7 @@ def main(read: Callable[[str], C], build: Callable[[C, Rank], Domain]) -> None:
         step=start.state.step,
         group=start.life,
         keys=ClientKeys.of(config.buffer.keys),
+        base=base_of(config),
     ) as client:
         client.beat_info = lambda: {"timer": rank.timer.drain()}
         try:
@@ -117,6 +127,8 @@ def run(
             "share a run folder, or the checkpoint was exchanged; start both again"
         )
     domain = start.domain(lambda folder: build(config, replace(rank, resume=folder)))
+    if group.hosts > 1 and start.checkpoint is not None:
+        discard(group, rank.out)
     if start.checkpoint is not None:
         domain.set_numbers({name: group.broadcast_number(n) for name, n in sorted(state.numbers.items())})
     group.broadcast_flat(domain.flat)
@@ -155,7 +167,7 @@ def run(
 def train(trainer: Trainer, leader: Leader | None) -> bool:
     """Train, write the last checkpoint, say goodbye; True when all steps were made."""
     completed = trainer.run()
+    trainer.checkpoint(final=True)
     if leader:
-        leader.checkpoint(trainer.state, final=True)
         leader.finish(trainer.state, stopped=not completed)
     return completed

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from learner.batching import MicroBatch
 from learner.logprobs import can_forward_trees, predicted_logprobs
 from learner.parking import Parkable
+
+if TYPE_CHECKING:
+    from learner.group import LearnerGroup
+
+
+class ReferenceModel(Protocol):
+    """What the learner compares its policy with: a model of its own, or the policy without its adapter."""
+
+    trees: bool
+    """Whether it can forward rows of trees."""
+
+    def logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        """Log-probabilities of the trained tokens, float32 ``[M]``."""
+
+    def compile(self) -> None:
+        """Compile its layers, see :meth:`learner.networks.Networks.compile`."""
+
+    def offload(self) -> None:
+        """Give the device memory back."""
+
+    def restore(self) -> None:
+        """Take it again."""
 
 
 class Reference:
@@ -24,21 +48,19 @@ class Reference:
         self._temperature = temperature
         self._parkables = [Parkable(parameter.data, constant=True) for parameter in model.parameters()]
         self.trees = can_forward_trees(model)
-        """Whether it can forward rows of trees."""
+        self._run: Callable[[Callable[[], torch.Tensor]], torch.Tensor] = lambda work: work()
 
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Log-probabilities of the trained tokens, float32 ``[M]``."""
-        with torch.no_grad():
-            logprobs_N, _ = predicted_logprobs(
-                self._model,
-                batch.inputs_RL,
-                batch.source_N,
-                batch.targets_N,
-                self._temperature,
-                batch.positions_RL,
-                batch.visible_RLL,
-            )
-        return logprobs_N[batch.reads_M]
+        return self._run(lambda: trained_logprobs(self._model, batch, self._temperature))
+
+    def shard(self, group: LearnerGroup) -> None:
+        """Leave each rank a shard of it; from now on all of them call :meth:`logprobs` equally often."""
+        from learner.fsdp import run, shard
+
+        self._parkables.clear()  # they would keep it whole
+        root = shard({"reference": self._model}, group, self._model.dtype)
+        self._run = partial(run, root, group)
 
     def compile(self) -> None:
         """Compile its layers, see :meth:`learner.networks.Networks.compile`."""
@@ -53,3 +75,18 @@ class Reference:
         """Take it again."""
         for parkable in self._parkables:
             parkable.restore()
+
+
+@torch.no_grad()
+def trained_logprobs(model: Any, batch: MicroBatch, temperature: float) -> torch.Tensor:
+    """Log-probabilities of the trained tokens by a model, float32 ``[M]``, without gradient."""
+    logprobs_N, _ = predicted_logprobs(
+        model,
+        batch.inputs_RL,
+        batch.source_N,
+        batch.targets_N,
+        temperature,
+        batch.positions_RL,
+        batch.visible_RLL,
+    )
+    return logprobs_N[batch.reads_M]

@@ -1,7 +1,8 @@
 """Where a life of the learner group begins: at the newest checkpoint that can be loaded, or afresh.
 
 checkpoints/step_* ─► newest first ─► load on rank 0 ─► damaged: set aside with a warning, the one before
-                                          └─► its step, name of this life ─► broadcast ─► the others load the same
+                                          └─► its step, name of this life ─► broadcast ─► the others load the same,
+                                              which is brought to hosts that do not share the run folder
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from async_rl.buffer import journal
 from async_rl.config import RunConfig
 from async_rl.errors import ConfigError, SchemaError
 from async_rl.runfolder import CHECKPOINT_FILES, MODEL_FILES
+from async_rl.safetensors_files import read_entries
 from learner.checkpoint import ContractError, TrainerState, fresh_state, read_state
 from learner.domain import Domain
 from learner.group import LearnerGroup
+from learner.shipping import bring
 
 FOLDER = "checkpoints"
 
@@ -37,7 +40,7 @@ class Start:
     life: str
     """Random name of this life of the group."""
     loaded: Domain | None
-    """On rank 0 the domain with which the checkpoint was tried."""
+    """On rank 0 the domain with which the checkpoint was tried, if it was."""
 
     def domain(self, build: Build) -> Domain:
         """The domain as the checkpoint has it.
@@ -50,19 +53,31 @@ class Start:
         return load(self.checkpoint, build) if self.checkpoint is not None else build(None)
 
 
-def find_start(config: RunConfig, out: Path, group: LearnerGroup, build: Build) -> Start:
-    """Choose on rank 0 and tell the others; errors as :func:`newest`."""
+def find_start(config: RunConfig, out: Path, group: LearnerGroup, build: Build, own: Path | None = None) -> Start:
+    """Choose on rank 0 and tell the others; errors as :func:`newest`.
+
+    Args:
+        config: the run.
+        out: run folder.
+        group: the ranks.
+        build: see :data:`Build`.
+        own: this host's own folder, where a checkpoint of another host is put; ``None``: ``out``.
+    """
     checkpoint, loaded = newest(config, out, build) if group.rank == 0 else (None, None)
     step = int(group.broadcast_number(_step(checkpoint) if checkpoint is not None else -1.0))
     life = group.draw_name()
     if step < 0:
         return Start(state=fresh_state(config), checkpoint=None, life=life, loaded=None)
     folder = out / FOLDER / f"step_{step}"
+    if group.hosts > 1:
+        folder = bring(group, folder, own or out, life)
     return Start(state=read_state(folder, config), checkpoint=folder, life=life, loaded=loaded)
 
 
-def newest(config: RunConfig, out: Path, build: Build) -> tuple[Path, Domain] | tuple[None, None]:
+def newest(config: RunConfig, out: Path, build: Build) -> tuple[Path | None, Domain | None]:
     """The newest checkpoint that really loads, with its domain; damaged ones are set aside on the way.
+
+    Of one that only all ranks can load together the tensor files are looked at, and no domain is made.
 
     Raises:
         ConfigError: they belong to another configuration, or there are some and none can be loaded.
@@ -73,6 +88,9 @@ def newest(config: RunConfig, out: Path, build: Build) -> tuple[Path, Domain] | 
             _check_files(folder)
             read_state(folder, config)
             journal.load(folder)
+            if config.sharded:  # it takes all ranks to load it
+                _check_tensors(folder)
+                return folder, None
             return folder, load(folder, build)
         except (ContractError, SchemaError):
             raise
@@ -114,6 +132,11 @@ def _check_files(folder: Path) -> None:
         missing.append(" or ".join(MODEL_FILES))
     if missing:
         raise ConfigError(f"{folder} is no complete checkpoint: {', '.join(missing)} missing")
+
+
+def _check_tensors(folder: Path) -> None:
+    for file in sorted(folder.rglob("*.safetensors")):
+        read_entries(file)
 
 
 def _set_aside(folder: Path, error: ConfigError) -> None:

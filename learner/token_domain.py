@@ -1,9 +1,11 @@
 """The learner of a language model's run: groups of tokens in, updates of policy and critic.
 
 shard ─► mini-batches ─► train_step (updater, mismatch check) ─► Trained
-save  ─► hf/ (plain Hugging Face folder, float32 masters), critic.safetensors (with a critic), optimizer.safetensors
+save  ─► hf/ (plain Hugging Face folder, float32 masters) or adapter/ (as peft has it), critic.safetensors (with one),
+         optimizer.safetensors
 
-The policy of a checkpoint is loaded from its ``hf/`` when the domain is built, since the folder says what model it is.
+The policy of a checkpoint is loaded from its ``hf/`` when the domain is built, since the folder says what model it is;
+an adapter is put into its base, which is the start model, afterwards.
 """
 
 from __future__ import annotations
@@ -22,18 +24,20 @@ from async_rl.errors import ConfigError
 from async_rl.lean import no_distributed_tensors
 from async_rl.models import load_tokenizer, resolve_model
 from async_rl.wire import Frame, Header
+from learner.adapter import published
+from learner.adapter_files import load_adapter, save_adapter
 from learner.domain import Trained
 from learner.flat import FlatParameters, Slot, view_of
 from learner.mismatch import MismatchCheck
 from learner.networks import load_networks
+from learner.optimizer import FlatAdamW
 from learner.rank import Rank
 from learner.shard import Shard
 from learner.step import train_step
+from learner.together import CRITIC, OPTIMIZER, load_shards, save_settings, save_together
 from learner.updater import Updater
 
 SMALL_GROUP = 4
-_OPTIMIZER = "optimizer.safetensors"
-_CRITIC = "critic.safetensors"
 
 
 class TokenDomain:
@@ -55,8 +59,8 @@ class TokenDomain:
 
     @property
     def published(self) -> tuple[Slot, ...]:
-        """The policy; a critic lies behind it."""
-        return self.flat.slots("policy")
+        """The policy, or its adapter; a critic lies behind it."""
+        return published(self.flat.slots("policy"))
 
     def train(self, header: Header, frames: Sequence[Frame], step: int) -> Trained:
         """All updates of ``step``; see :func:`learner.step.train_step`."""
@@ -78,16 +82,37 @@ class TokenDomain:
         self.updater.skipped_in_row = int(numbers["skipped_in_row"])
 
     def save(self, folder: Path) -> None:
-        """Write the models and the optimiser's state."""
-        save_model(folder, self.updater, self._tokenizer)
+        """Write the models, or the adapter, and the optimiser's state."""
+        if self._config.saves_together:
+            save_together(folder, self.updater, lambda: self._save_alone(folder))
+        else:
+            self._save_alone(folder)
+            save_optimizer(folder, self.updater)
+
+    def _save_alone(self, folder: Path) -> None:
+        """What rank 0 needs no other rank for."""
+        if self._config.sharded:
+            save_settings(model_folder(folder), self.updater.networks.policy)
+            save_tokenizer(folder, self._tokenizer)
+            return
+        if self._config.lora.is_on:
+            save_adapter(folder, self.updater.whole.tensors("policy"), self._config)
+        else:
+            save_model(folder, self.updater, self._tokenizer)
+        save_critic(folder, self.updater)
 
     def load(self, folder: Path) -> None:
-        """Give the critic its parameters and the optimiser its moments back; the policy is there already.
+        """Give adapter and critic their parameters and the optimiser its moments back; a whole policy is there already.
 
         Raises:
             ConfigError: they are missing, damaged, or of another model.
         """
-        load_tensors(folder, self.updater)
+        if self._config.lora.is_on:
+            load_adapter(folder, self.updater.whole, self._config)
+        if self._config.sharded:
+            load_shards(folder, self.updater)
+        else:
+            load_tensors(folder, self.updater)
 
     def offload(self) -> None:
         """Give the device's memory back."""
@@ -104,8 +129,12 @@ def build(config: Config, rank: Rank) -> TokenDomain:
     Raises:
         ConfigError: a model cannot be loaded, or does not fit the others.
     """
-    source = model_folder(rank.resume) if rank.resume else resolve_model(config.model.path)
-    updater = Updater(config, load_networks(config, source, rank.group.device), rank.group, rank.timer)
+    checkpoint = None if config.lora.is_on else rank.resume  # an adapter has its base where the run began
+    source = model_folder(checkpoint) if checkpoint else resolve_model(config.model.path)
+    # shards come from rank 0, and go to the devices layer by layer
+    device = torch.device("cpu") if config.sharded else rank.group.device
+    networks = load_networks(config, source, device, weights=not config.sharded or rank.is_leader)
+    updater = Updater(config, networks, rank.group, rank.timer)
     if rank.is_leader:
         warn(config)
     check = MismatchCheck(config, updater.networks, rank.group.device, warns=rank.is_leader)
@@ -129,37 +158,52 @@ def model_folder(checkpoint: Path) -> Path:
 
 
 def save_model(folder: Path, updater: Updater, tokenizer: Any) -> None:
-    """Write policy and tokenizer as Hugging Face has them, the critic, and the optimiser's moments."""
+    """Write policy and tokenizer as Hugging Face has them."""
     from transformers.utils.logging import disable_progress_bar
 
     policy = updater.networks.policy
-    tensors = updater.flat.tensors("policy")
+    tensors = updater.whole.tensors("policy")
     tensors |= {name: buffer.detach().cpu().clone() for name, buffer in _persistent_buffers(policy).items()}
     disable_progress_bar()
     with no_distributed_tensors():
         policy.save_pretrained(model_folder(folder), state_dict=tensors)
+    save_tokenizer(folder, tokenizer)
+
+
+def save_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """Write it beside the policy."""
     try:
         tokenizer.save_pretrained(model_folder(folder))
     except Exception as error:  # its Rust part raises no OSError when the disk is full
         raise OSError(f"{model_folder(folder)}: the tokenizer could not be written: {error}") from error
+
+
+def save_critic(checkpoint: Path, updater: Updater) -> None:
+    """Write the critic, if there is one."""
     if updater.networks.critic is not None:
-        save_file(updater.flat.tensors("critic"), folder / _CRITIC)
-    save_file(updater.optimizer.state(), folder / _OPTIMIZER)
+        save_file(updater.whole.tensors("critic"), checkpoint / CRITIC)
+
+
+def save_optimizer(checkpoint: Path, updater: Updater) -> None:
+    """Write the optimiser's moments, which are whole on this rank."""
+    assert isinstance(updater.optimizer, FlatAdamW)
+    save_file(updater.optimizer.state(), checkpoint / OPTIMIZER)
 
 
 def load_tensors(checkpoint: Path, updater: Updater) -> None:
-    """Read what :func:`save_model` wrote beside the policy.
+    """Read what :func:`save_critic` and :func:`save_optimizer` wrote.
 
     Raises:
         ConfigError: it is missing, damaged, or of another model.
     """
     if updater.networks.critic is not None:
-        _load_critic(checkpoint / _CRITIC, updater.flat)
+        _load_critic(checkpoint / CRITIC, updater.whole)
+    assert isinstance(updater.optimizer, FlatAdamW)
     try:
-        updater.optimizer.load_state(load_file(checkpoint / _OPTIMIZER))
+        updater.optimizer.load_state(load_file(checkpoint / OPTIMIZER))
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"{checkpoint / _OPTIMIZER} does not fit what is trained: {error}; it is damaged, or of a run with another "
+            f"{checkpoint / OPTIMIZER} does not fit what is trained: {error}; it is damaged, or of a run with another "
             "algorithm.advantage or algorithm.critic (a critic is trained, too)"
         ) from None
 

@@ -29,6 +29,7 @@ from learner.checkpoint import TrainerState
 from learner.domain import Domain
 from learner.group import LearnerGroup
 from learner.leader import Leader
+from learner.together import help_saving, stop_helping
 
 
 class Trainer:
@@ -137,14 +138,33 @@ class Trainer:
             metrics |= self._leader.eval_metrics(header["stats"]["evals"])
             metrics |= {"time/wait_s": waited_s, "time/learn_s": learned_s}
             self._leader.log(step, metrics | self._progress(began, trained.amount))
-            every = self._config.checkpoint.every
-            if every and self._step % every == 0 and self._step < self._config.steps:
-                self._leader.checkpoint(self.state, final=False)
+        every = self._config.checkpoint.every
+        if every and self._step % every == 0 and self._step < self._config.steps:
+            self.checkpoint(final=False)
+
+    def checkpoint(self, *, final: bool) -> None:
+        """Write a checkpoint, once per step; every rank calls it, see :meth:`Leader.checkpoint`.
+
+        Raises:
+            CheckpointError: on rank 0, a ``final`` one could not be written.
+        """
+        if self._leader is None:
+            if self._config.saves_together:
+                with self._timer.during("checkpointing"):
+                    help_saving(self._group, self._domain.save)
+            return
+        try:
+            self._leader.checkpoint(self.state, final=final)
+        finally:
+            if self._config.saves_together:
+                stop_helping(self._group)
 
     def _publish(self, step: int) -> Metrics:
         """Publish the version that ``step`` made (-1: the start version); colocated, the device is free by then."""
         if self._leader:
             self._leader.stage(self._step)
+        else:
+            self._domain.flat.assist()
         if self._config.actors.colocated:
             self._domain.offload()
             self._group.all_agree(True)  # every rank has given its device back

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,19 +18,23 @@ from async_rl.config import Config
 from async_rl.data import is_correct
 from async_rl.errors import AsyncRLError
 from async_rl.timer import StateTimer
+from learner.adapter import FrozenBase
 from learner.algorithms.kl import adapt_kl_coef
-from learner.algorithms.objective import Counts, objective, sum_sizes
+from learner.algorithms.objective import Counts, Outputs, objective, sum_sizes
 from learner.algorithms.schedules import kl_adaptive_lr, warmup
 from learner.algorithms.whitening import moments
-from learner.batching import MicroBatch
+from learner.batching import MicroBatch, make_filler
 from learner.flat import FlatParameters
 from learner.group import LearnerGroup
 from learner.networks import Networks
-from learner.optimizer import FlatAdamW, clip_flat
+from learner.optimizer import FlatAdamW
 from learner.prepare import PreparedBatch, Preparer
-from learner.reference import Reference
+from learner.reference import ReferenceModel
 from learner.scalars import Scalars, Totals
 from learner.shard import MiniBatch
+
+if TYPE_CHECKING:
+    from learner.sharded import ShardedAdamW, ShardedParameters
 
 MAX_SKIPPED = 5
 """Updates with a non-finite gradient in a row that end the run."""
@@ -60,7 +65,8 @@ class Updater:
 
     Args:
         config: algorithm and learner settings.
-        networks: on the group's device; what is trained of it moves into the flat vector.
+        networks: what is trained of it moves into the flat vector, or is left in shards; on the group's device, or (for
+            shards) on the CPU.
         group: the ranks.
         timer: told when this rank trains and when it reduces.
     """
@@ -73,15 +79,37 @@ class Updater:
         sizes = dict.fromkeys(_BATCH_SUMS, 1) | sum_sizes(self._num_ages)
         dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self.networks = networks
-        self.flat = FlatParameters(networks.trained, group.device, sum(sizes.values()), dtype)
-        self.optimizer = FlatAdamW(self.flat, config.learner.betas, config.learner.weight_decay)
+        self.flat: FlatParameters | ShardedParameters
+        self.optimizer: FlatAdamW | ShardedAdamW
+        self.flat, self.optimizer = _make_parameters(config, networks, group, sum(sizes.values()), dtype)
         self.lr = config.learner.lr
         """Learning rate before warm-up; the adaptive schedule changes it."""
         self.kl_coef = config.algorithm.kl_coef
         """β; the adaptive controller changes it."""
         self.skipped_in_row = 0
         self._scalars = Scalars(self.flat.tail, sizes)
-        self._preparer = Preparer(config, networks, group)
+        self._preparer = Preparer(config, networks, group, self.flat)
+
+    @property
+    def config(self) -> Config:
+        """Algorithm and learner settings."""
+        return self._config
+
+    @property
+    def group(self) -> LearnerGroup:
+        """The ranks."""
+        return self._group
+
+    @property
+    def whole(self) -> FlatParameters:
+        """The flat vectors.
+
+        Raises:
+            RuntimeError: there are shards instead.
+        """
+        if not isinstance(self.flat, FlatParameters):
+            raise RuntimeError("no rank has the whole vector with learner.strategy = 'fsdp'")
+        return self.flat
 
     def prepare(self, mini_batches: Sequence[MiniBatch], version: int) -> list[PreparedBatch]:
         """Make this rank's part of a step ready, at the parameters of its start; see :class:`Preparer`."""
@@ -102,9 +130,9 @@ class Updater:
         self.flat.zero_grad()
         self._scalars.add(_batch_sums(batch))
         for micro_batch in batch.micro_batches(self._group.device):
-            if len(micro_batch.reads_M):
+            if len(micro_batch.reads_M) or self.flat.in_step:
                 self._backward(micro_batch, batch)
-        self.flat.check_views()
+        self.flat.finish_gradient()
         self._timer.enter("reducing")
         self._group.all_reduce_flat(self.flat)
         totals = self._scalars.read()
@@ -123,7 +151,7 @@ class Updater:
         Raises:
             AsyncRLError: too many updates in a row were skipped.
         """
-        norm = clip_flat(self.flat.grad, self._config.learner.max_grad_norm)
+        norm = self.optimizer.clip(self._config.learner.max_grad_norm)
         if not (math.isfinite(norm) and all(math.isfinite(float(totals[name])) for name in _LOSSES)):
             self.skipped_in_row += 1
             if self.skipped_in_row >= MAX_SKIPPED:
@@ -147,7 +175,7 @@ class Updater:
             self.kl_coef = adapt_kl_coef(self.kl_coef, measured, self._config.algorithm.kl_target)
 
     def offload(self) -> None:
-        """Give the device's memory back until :meth:`restore`: parameters, gradients, moments and the reference.
+        """Give the device's memory back until :meth:`restore`: parameters, gradients, moments, reference and base.
 
         On the CPU the memory is the host's already, so there is nothing to move.
         """
@@ -170,20 +198,29 @@ class Updater:
         return self._config.learner.critic_lr or faster * self.lr
 
     @property
-    def _parts(self) -> list[FlatParameters | FlatAdamW | Reference]:
-        reference = self.networks.reference
-        return [self.flat, self.optimizer, *([reference] if reference is not None else [])]
+    def _parts(self) -> list[FlatParameters | FlatAdamW | ReferenceModel | FrozenBase]:
+        kept: tuple[ReferenceModel | FrozenBase | None, ...] = (self.networks.reference, self.networks.base)
+        if not isinstance(self.flat, FlatParameters) or not isinstance(self.optimizer, FlatAdamW):
+            return []  # shards stay: with colocated actors they are refused
+        return [self.flat, self.optimizer, *(part for part in kept if part is not None)]
 
     def _backward(self, micro_batch: MicroBatch, batch: PreparedBatch) -> None:
-        loss, sums = objective(
-            micro_batch,
-            self.networks.outputs(micro_batch),
-            self._config.algorithm,
-            Counts(num_tokens=batch.num_tokens, num_sequences=batch.num_sequences, longest=self._config.max_sampled),
-            self.kl_coef,
-            self._num_ages,
+        if not len(micro_batch.reads_M):
+            filler = make_filler(batch.signals.known, self._group.device)
+            self.flat.backward(lambda: (0.0 * _sum_of(self.networks.outputs(filler)), None))
+            return
+        longest = self._config.max_sampled
+        counts = Counts(num_tokens=batch.num_tokens, num_sequences=batch.num_sequences, longest=longest)
+        sums = self.flat.backward(
+            lambda: objective(
+                micro_batch,
+                self.networks.outputs(micro_batch),
+                self._config.algorithm,
+                counts,
+                self.kl_coef,
+                self._num_ages,
+            )
         )
-        loss.backward()
         self._scalars.add(sums)
 
 
@@ -200,3 +237,24 @@ def _batch_sums(batch: PreparedBatch) -> Mapping[str, float]:
         "advantage": advantage,
         "advantage_squared": advantage_squared,
     }
+
+
+def _sum_of(outputs: Outputs) -> torch.Tensor:
+    """Of all that can have a gradient, so that a backward pass reaches every parameter."""
+    values_M = outputs.values_M
+    return outputs.logprobs_M.sum() + (values_M.sum() if values_M is not None else 0.0)
+
+
+def _make_parameters(
+    config: Config, networks: Networks, group: LearnerGroup, num_scalars: int, dtype: torch.dtype
+) -> tuple[FlatParameters, FlatAdamW] | tuple[ShardedParameters, ShardedAdamW]:
+    """What is trained and its optimiser, as ``learner.strategy`` says."""
+    betas, weight_decay = config.learner.betas, config.learner.weight_decay
+    if config.sharded:
+        from learner.sharded import ShardedAdamW, ShardedParameters  # distributed tensors: slow to import
+
+        shards = ShardedParameters(networks.trained, group, num_scalars, dtype)
+        networks.follow_rank_0(group)
+        return shards, ShardedAdamW(shards, betas, weight_decay)
+    flat = FlatParameters(networks.trained, group.device, num_scalars, dtype)
+    return flat, FlatAdamW(flat, betas, weight_decay, group if config.learner.shard_optimizer else None)

@@ -23,6 +23,7 @@ bench 01-utilization "$python" -m async_rl bench utilization --ratios 0.5,1,2 --
 bench 02-transport "$python" -m async_rl bench transport
 bench 03-buffer "$python" -m async_rl bench buffer
 bench 04-weights "$python" -m async_rl bench weights
+bench 04-weights-relay "$python" -m async_rl bench weights --receivers 16 --relay 4
 bench 05-engine "$python" -m async_rl bench engine
 bench 06-learner-arithmetic "$python" -m async_rl bench learner --case arithmetic
 bench 07-learner-smollm2 "$python" -m async_rl bench learner --case smollm2 --sequences 128 --repeats "${SMOLLM2_REPEATS:-1}"  # 25 minutes each

@@ -36,6 +36,8 @@ from async_rl.tasks import Problem, load_task
 from async_rl.tasks.prompt import decode_completion, encode_prompt
 from async_rl.timer import StateTimer
 from async_rl.weights.segment import SegmentReader
+from learner.adapter import published
+from learner.adapter_files import save_adapter
 from learner.group import LearnerGroup, read_placement
 from learner.networks import load_networks
 from learner.publisher import Publisher
@@ -59,7 +61,7 @@ class SyncRun:
         self.verifiers = VerifierPool(config.task.verifier or self.data.verifier, config.task.timeout_s, 1)
         self.engine = make_engine(config, folder, "sync")
         self.updater = Updater(config, load_networks(config, folder, group.device), group, StateTimer())
-        slots = self.updater.flat.slots("policy")
+        slots = published(self.updater.flat.slots("policy"))
         self.publisher = Publisher(f"sync-{os.getpid()}", slots, config.weights.chunk_bytes, config.model.dtype)
         self.reader = SegmentReader()
 
@@ -179,7 +181,11 @@ def main() -> None:
                 seconds = time.perf_counter() - began
                 print(f"step {step:4d}  reward {metrics['reward/mean']:.3f}  {seconds:.2f} s", flush=True)
         print(f"held-out accuracy at the end {run.evaluate():.3f}", flush=True)
-        run.updater.networks.policy.save_pretrained(args.out / "hf", state_dict=run.updater.flat.tensors("policy"))
+        tensors = run.updater.flat.tensors("policy")
+        if config.lora.is_on:
+            save_adapter(args.out, tensors, config)
+        else:
+            run.updater.networks.policy.save_pretrained(args.out / "hf", state_dict=tensors)
     finally:
         run.close()
 

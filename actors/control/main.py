@@ -64,7 +64,7 @@ def main() -> None:
             name=args.name,
             client=process.client,
             policy=policy,
-            receiver=process.receiver(),
+            receiver=process.receiver(relays=True),
             gatherer=make_gatherer(config, environment, policy, seed),
             timer=process.timer,
         )

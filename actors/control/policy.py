@@ -46,7 +46,8 @@ class Policy:
         self._critic: Critic | None = None
         if _carries_critic(config):
             self._critic = build_critic(config, spaces, self.actor).to(device)
-        self._weights = FlatWeights(_published(self.actor, self._critic), with_state=True)
+        published = _published(self.actor, self._critic)
+        self._weights = FlatWeights(dict(published.named_parameters()) | dict(published.named_buffers()))
         self._num_own = len(self.actor.initial_state(1, device))
         """Arrays of the actor's state, which stand before the critic's."""
         num_others = len(self.initial_state(1)) - self._num_own

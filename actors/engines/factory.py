@@ -50,6 +50,7 @@ def _torch(config: Config, model_path: Path) -> Engine:
         context=context_length(model_path),
         stop_token_ids=stop_token_ids(model_path),
         kv_cache=config.actors.kv_cache,
+        lora=config.lora if config.lora.is_on else None,
     )
 
 
@@ -78,5 +79,6 @@ def _vllm(config: Config, model_path: Path, name: str) -> Engine:
         stop_token_ids=stop_token_ids(model_path),
         seed=fresh_seed(config.seed, name),
         kv_cache=config.actors.kv_cache,
+        lora=config.lora if config.lora.is_on else None,
         sleep_mode=config.actors.placement == "colocated",
     )

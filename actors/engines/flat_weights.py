@@ -24,14 +24,11 @@ class FlatWeights:
     """Loads versions into a model and proves what it then holds.
 
     Args:
-        model: its parameters become views of the flat vector with the first version.
-        with_state: its buffers (running statistics) are published, and loaded, with them.
+        parameters: what is published, by name; they become views of the flat vector with the first version.
     """
 
-    def __init__(self, model: torch.nn.Module, with_state: bool = False) -> None:
-        self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
-        if with_state:
-            self._parameters |= dict(model.named_buffers())
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = dict(parameters)
         self._layout: tuple[Tensor, ...] = ()
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._chunks: tuple[int, ...] = ()
@@ -99,7 +96,7 @@ def check_layout(parameters: Mapping[str, torch.Tensor], manifest: Manifest) -> 
     if missing or extra:
         raise WeightsError(
             f"version {manifest.version} is not of this model: it lacks {missing[:5] or 'nothing'}, "
-            f"it has {extra[:5] or 'nothing'} that the model does not; use the same model.path on both sides"
+            f"it has {extra[:5] or 'nothing'} that the model does not; use the same model.path and lora on both sides"
         )
     if len(published) != len(manifest.tensors):
         raise WeightsError(f"version {manifest.version} names a tensor twice")

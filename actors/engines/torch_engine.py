@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from actors.engines.adapter_weights import AdapterWeights
 from actors.engines.attention import ATTENTION
 from actors.engines.base import Completion, Request
 from actors.engines.decoder import Decoder, decodes
@@ -31,6 +32,7 @@ from actors.engines.linear import padded, use_onednn
 from actors.engines.rows import Ints, plan_rows
 from actors.engines.sampling import sample_tokens
 from actors.engines.slots import Slots
+from async_rl.config import LoraConfig
 from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.models import check_head, last_hidden, load_causal_lm
 from async_rl.weights.manifest import Manifest
@@ -50,13 +52,14 @@ class TorchEngine:
     """Implements :class:`actors.engines.base.Engine` for Hugging Face decoder models.
 
     Args:
-        model_path: Hugging Face folder; only its configuration is read, weights come with :meth:`load_weights`.
+        model_path: Hugging Face folder; weights come with :meth:`load_weights`, but for the base of an adapter.
         device: where the model and its KV cache live.
         dtype: of both; log-probabilities are float32 always.
         slots: samples decoded at the same time.
         context: longest sequence, prompt and completion.
         stop_token_ids: tokens that end a completion.
         kv_cache: whether a swap keeps the KV of running samples or computes it anew with the new weights.
+        lora: of the adapter that versions bring; None: they bring the whole model.
 
     Raises:
         ConfigError: no model there, or one that the engine cannot run.
@@ -72,8 +75,9 @@ class TorchEngine:
         context: int,
         stop_token_ids: Sequence[int],
         kv_cache: Literal["keep", "recompute"] = "keep",
+        lora: LoraConfig | None = None,
     ) -> None:
-        self._model = load_causal_lm(model_path, dtype, device, weights=False).requires_grad_(False)
+        self._model = load_causal_lm(model_path, dtype, device, weights=lora is not None).requires_grad_(False)
         self._tiers = bool(getattr(self._model, "_supports_attention_backend", False))
         self._pads = use_onednn(self._model)
         if self._tiers:
@@ -93,7 +97,9 @@ class TorchEngine:
         )
         self._cache = self._make_cache()
         self._decoder = Decoder(self._model, onednn=self._pads) if self._tiers and decodes(self._model) else None
-        self._weights = FlatWeights(self._model)
+        self._weights = (
+            FlatWeights(dict(self._model.named_parameters())) if lora is None else AdapterWeights(self._model, lora)
+        )
         self._version = -1
         self._proven = False
         self._last_pause_s = 0.0

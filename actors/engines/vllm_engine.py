@@ -28,6 +28,7 @@ from actors.engines.inbox import Inbox
 from actors.engines.segments import Staging
 from actors.engines.vllm_settings import Settings
 from actors.engines.vllm_thread import Output, VLLMThread
+from async_rl.config import LoraConfig
 from async_rl.errors import AsyncRLError
 from async_rl.process import host_id
 from async_rl.weights.manifest import Manifest
@@ -45,7 +46,7 @@ class VLLMEngine:
     """vLLM on one device; start-up takes some ten seconds. Nothing is sampled before the first :meth:`load_weights`.
 
     Args:
-        model_path: Hugging Face model folder; its weights are not read.
+        model_path: Hugging Face model folder; its weights are read as the base of an adapter only.
         dtype: ``float32`` or ``bfloat16``.
         max_num_seqs: sequences decoded at the same time.
         context: longest prompt plus completion, in tokens.
@@ -53,6 +54,7 @@ class VLLMEngine:
         seed: of the engine, see :func:`fresh_seed`.
         kv_cache: whether running requests keep the KV that older weights computed, or recompute it after an update.
         sleep_mode: whether :meth:`sleep` gives the device's memory back; without it, it only pauses.
+        lora: of the adapter that versions bring; None: they bring the whole model.
         deadline_s: longest wait for vLLM's answer to one call.
         start_timeout_s: longest wait for its start.
 
@@ -71,6 +73,7 @@ class VLLMEngine:
         seed: int,
         kv_cache: Literal["keep", "recompute"] = "keep",
         sleep_mode: bool = False,
+        lora: LoraConfig | None = None,
         deadline_s: float = 60.0,
         start_timeout_s: float = 600.0,
     ) -> None:
@@ -93,6 +96,7 @@ class VLLMEngine:
             seed=seed,
             recompute=kv_cache == "recompute",
             sleep_mode=sleep_mode,
+            lora=lora,
         )
         self._thread = VLLMThread(settings, self._inbox, start_timeout_s)
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from async_rl.config import LoraConfig
+
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine core and worker in one process
     "VLLM_NO_USAGE_STATS": "1",
@@ -21,6 +23,11 @@ CPU_DEFAULTS: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
 _ALONE, _SHARED = 0.9, 0.7
 """Share of a GPU that vLLM takes. One that takes turns with a learner leaves room for its CUDA context, and for what it
 holds while both start."""
+
+ADAPTER_ID = 1
+"""By which vLLM and its requests know the adapter: there is one, of which versions follow each other."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""vLLM makes slots of these ranks; an adapter may have a lower one than its slot."""
 
 _LONGEST_BASE = 107 - len("/async_rl-vllm-12345678/") - 36
 """vLLM names its sockets by a UUID of 36 characters."""
@@ -41,6 +48,15 @@ class Settings:
     """Recompute the KV of running requests when weights change."""
     sleep_mode: bool
     """Allocate weights and KV cache so that they can be given back (CUDA; the CPU build gives nothing back)."""
+    lora: LoraConfig | None = None
+    """Of the adapter that versions bring; the base is read from the model's folder then."""
+
+    @property
+    def sleep_level(self) -> int:
+        """vLLM's: 0 only pauses, 1 keeps the weights on the host, 2 drops what the next version brings."""
+        if not self.sleep_mode:
+            return 0
+        return 2 if self.lora is None else 1
 
 
 def vllm_config(settings: Settings) -> Any:
@@ -63,7 +79,8 @@ def vllm_config(settings: Settings) -> Any:
         max_num_batched_tokens=max(2048 if cpu else 8192, settings.context, settings.max_num_seqs),
         skip_tokenizer_init=True,  # tokens in, tokens out
         generation_config="vllm",  # nothing that the model's folder says changes how we sample
-        load_format="dummy",  # version 0 is loaded and proven before the first request
+        load_format="dummy" if settings.lora is None else "auto",  # version 0 is loaded and proven before all requests
+        **(adapter_arguments(settings.lora) if settings.lora is not None else {}),
         enforce_eager=cpu,
         enable_sleep_mode=settings.sleep_mode and not cpu,
         gpu_memory_utilization=_SHARED if settings.sleep_mode else _ALONE,
@@ -76,6 +93,25 @@ def vllm_config(settings: Settings) -> Any:
         _check_heads(config.model_config.get_head_size())
         config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(config, settings)
     return config
+
+
+def adapter_arguments(lora: LoraConfig) -> dict[str, Any]:
+    """What vLLM is told of an adapter: one slot, in the target layers only."""
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in _RANKS if rank >= lora.rank),
+        "lora_target_modules": list(lora.targets),
+    }
+
+
+def adapter_request(settings: Settings) -> Any:
+    """What each request carries, so that it is decoded with the adapter; None without one."""
+    if settings.lora is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("adapter", ADAPTER_ID, "/published")  # a path must be there; nothing is read from it
 
 
 def _check_heads(size: int) -> None:

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from actors.engines.inbox import Inbox
-from actors.engines.vllm_settings import Settings, environment, temporary_folder, vllm_config
+from actors.engines.vllm_settings import Settings, adapter_request, environment, temporary_folder, vllm_config
 from async_rl.errors import AsyncRLError, StartAgainError, WeightsError
 
 T = TypeVar("T")
@@ -56,6 +56,8 @@ class VLLMThread:
         self._dead = asyncio.Event()
         self._stopping = False
         self._kv_asleep = False
+        self._adapter: Any = None
+        """What a request says to be decoded with the adapter."""
         self._folder = temporary_folder()
         self.vocab_size = 0
         self._thread = threading.Thread(target=self._run, name="vllm-loop", daemon=True)
@@ -139,6 +141,7 @@ class VLLMThread:
                 raise AsyncRLError(f"{_MISSING} ({error})") from None
             try:
                 config = vllm_config(self._settings)
+                self._adapter = adapter_request(self._settings)
                 self.vocab_size = config.model_config.get_vocab_size()
                 if self._stopping:
                     raise AsyncRLError("closed while vLLM was starting")
@@ -202,7 +205,9 @@ class VLLMThread:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         try:
-            async for output in self._engine.generate(tokens_input(list(prompt)), sampling, key):
+            async for output in self._engine.generate(
+                tokens_input(list(prompt)), sampling, key, lora_request=self._adapter
+            ):
                 self._inbox.put([(key, output)])
         except Exception as error:  # a boundary: becomes the failure that step() raises
             if not self._dead.is_set():
@@ -214,7 +219,9 @@ class VLLMThread:
         Raises:
             WeightsError: it does not; nothing has changed.
         """
-        for wrong in await self._engine.collective_rpc("prepare_weights", args=(dict(manifest), path)):
+        lora = self._settings.lora
+        arguments = (dict(manifest), path, lora.model_dump() if lora is not None else None)
+        for wrong in await self._engine.collective_rpc("prepare_weights", args=arguments):
             if wrong:
                 raise WeightsError(wrong)
 
@@ -242,7 +249,7 @@ class VLLMThread:
 
     async def sleep(self) -> None:
         """Pause; with sleep mode also give weights and KV cache back, which vLLM's CPU build does not do."""
-        await self._engine.sleep(level=2 if self._settings.sleep_mode else 0, mode="keep")
+        await self._engine.sleep(level=self._settings.sleep_level, mode="keep")
         self._kv_asleep = self._settings.sleep_mode
 
     async def wake(self) -> None:

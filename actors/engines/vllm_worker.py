@@ -32,6 +32,8 @@ from vllm.platforms import current_platform
 
 from actors.engines.readback import Places, load, place, prove
 from actors.engines.segments import Segments
+from actors.engines.vllm_adapter import AdapterVersion
+from async_rl.config import LoraConfig
 from async_rl.errors import WeightsError
 from async_rl.process import die_with_parent
 from async_rl.weights.manifest import Manifest
@@ -69,6 +71,8 @@ class SegmentWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._segments = Segments()
         self._prepared: Prepared | None = None
+        self.adapter: AdapterVersion | None = None
+        """What was prepared last, in a run with an adapter."""
         self.outcome: tuple[str, str] = ("", "no version was loaded")
         """Checksum of what is held after the last update, or what was wrong with it; the other one is empty."""
 
@@ -84,7 +88,7 @@ class SegmentWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             if getattr(module, "cpu_linear", linear) is not linear:
                 raise RuntimeError(f"{name} computes with a packed copy of its weight, which an update would not reach")
 
-    def prepare(self, fields: dict[str, Any], path: str) -> None:
+    def prepare(self, fields: dict[str, Any], path: str, adapter: dict[str, Any] | None) -> None:
         """Map a version and find the place of each tensor; the model goes on as it is.
 
         This is short: the engine does not decode meanwhile. The bytes were verified in the actor's process before, and
@@ -93,12 +97,16 @@ class SegmentWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         Args:
             fields: the manifest as plain types.
             path: of the segment that holds it.
+            adapter: fields of :class:`async_rl.config.LoraConfig`, where the version is that of an adapter.
 
         Raises:
             WeightsError: there is no such segment, or a tensor, which is named, does not fit.
         """
-        manifest, before, self._prepared = Manifest.from_wire(fields), self._prepared, None
+        manifest, before, self._prepared, self.adapter = Manifest.from_wire(fields), self._prepared, None, None
         data = self._segments.map(path, manifest.nbytes)
+        if adapter is not None:
+            self.adapter = AdapterVersion(self.model.lora_manager, manifest, data, LoraConfig(**adapter))
+            return
         known = before is not None and before.manifest.tensors == manifest.tensors
         places = before.places if before and known else place(self.model, manifest, self._padded())
         self._prepared = Prepared(manifest, data, places)
@@ -139,16 +147,19 @@ class WorkerExtension:
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
 
-    def prepare_weights(self, fields: dict[str, Any], path: str) -> str:
+    def prepare_weights(self, fields: dict[str, Any], path: str, adapter: dict[str, Any] | None) -> str:
         """Prepare a version; what is wrong with it, or nothing. See :meth:`SegmentWeights.prepare`."""
         try:
-            self.weight_transfer_engine.prepare(fields, path)
+            self.weight_transfer_engine.prepare(fields, path, adapter)
         except WeightsError as error:
             return str(error)
         return ""
 
     def swap_weights(self) -> tuple[str, str]:
         """Load what was prepared, by vLLM's own steps of an update in one call; see :attr:`SegmentWeights.outcome`."""
+        adapter, self.weight_transfer_engine.adapter = self.weight_transfer_engine.adapter, None
+        if adapter is not None:
+            return adapter.load()
         self.start_weight_update()
         self.update_weights({})
         self.finish_weight_update()

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.receiver import Prepared, Receiver
+from actors.prepared import Prepared
+from actors.receiver import Receiver
 from actors.swap import Holder
 from async_rl.client import Client
 from async_rl.config import RunConfig

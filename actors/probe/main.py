@@ -22,7 +22,7 @@ import torch
 from actors.engines.base import Completion, Request
 from actors.engines.factory import make_engine
 from actors.probe.faults import PlantedEngine, Probed
-from async_rl.config import Config, load_config
+from async_rl.config import Config, LoraConfig, load_config
 from async_rl.errors import ConfigError, DeadlineError, WeightsError
 from async_rl.models import context_length, load_causal_lm, load_tokenizer, resolve_model
 from async_rl.probe import DELIVERED, FAULTS, IN_FLIGHT, OTHER, START, changed, other_temperature
@@ -211,6 +211,8 @@ def main() -> None:
     parser.add_argument("--plant", choices=FAULTS)
     args = parser.parse_args()
     config = load_config(args.config)
+    if config.lora.is_on:  # versions of the probe are whole models, so it is the base that is probed
+        config = config.model_copy(update={"lora": LoraConfig()})
     folder = resolve_model(config.model.path)
     requests = make_requests(config, folder)
     tensors = dict(load_causal_lm(folder, config.model.dtype, "cpu").named_parameters())

@@ -183,12 +183,23 @@ def transport(
 
 @app.command()
 def weights(
-    megabytes: Annotated[float, typer.Option(min=0.001, max=_MOST_MEGABYTES, help="of a version")] = 500.0,
+    megabytes: Annotated[
+        float | None,
+        typer.Option(min=0.001, max=_MOST_MEGABYTES, help="of a version; default: 500, with --relay 20"),
+    ] = None,
     receivers: Annotated[str, typer.Option(help="processes that receive over TCP, such as 1,4")] = "1,4",
+    relay: Annotated[
+        int, typer.Option(min=0, max=64, help="receivers pretend to be hosts that send on, each to so many; 0: off")
+    ] = 0,
+    delta: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="send the difference of the two newest checkpoints of this run instead"),
+    ] = None,
     repeats: Repeats = DEFAULT_REPEATS,
     out: Out = None,
 ) -> None:
     """From publishing to verified bytes: shared memory beside a memcpy, TCP beside raw pyzmq with the same frames."""
     from async_rl.bench.weights import weights as run
 
-    run(nbytes=round(megabytes * 1e6), receivers=receivers, repeats=repeats, out=out)
+    nbytes = None if megabytes is None else round(megabytes * 1e6)
+    run(nbytes=nbytes, receivers=receivers, relay=relay, delta=delta, repeats=repeats, out=out)

@@ -12,33 +12,38 @@ is a figure of its own.
 
 from __future__ import annotations
 
-import tempfile
-import uuid
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
+from async_rl.bench import weights_delta, weights_hosts
 from async_rl.bench.figures import REPEATS, Figure, paired, show
-from async_rl.bench.weights_parts import RawServer, Talker
+from async_rl.bench.weights_stage import CHUNK_BYTES, Stage
 from async_rl.errors import ConfigError
-from async_rl.weights.manifest import Manifest
-from async_rl.weights.segment import unlink_run
-from async_rl.weights.server import WeightServer
 
-CHUNK_BYTES = 4 << 20
-"""The default of ``weights.chunk_bytes``."""
+DEFAULT_BYTES = 500_000_000
 BAR_SHM, BAR_ZMQ, BAR_TRANSFERS = 3.0, 0.6, 1.05
 _MOST_RECEIVERS = 64
 _WARMUP = 3
 """Two slots, and the copies of a host, are all touched after three versions."""
 
 
-def weights(*, nbytes: int, receivers: str, repeats: int = REPEATS, out: Path | None = None) -> None:
+def weights(
+    *,
+    nbytes: int | None,
+    receivers: str,
+    relay: int = 0,
+    delta: Path | None = None,
+    repeats: int = REPEATS,
+    out: Path | None = None,
+) -> None:
     """Measure, print, and write JSON.
 
     Args:
-        nbytes: of a version; rounded up to whole float32.
+        nbytes: of a version; rounded up to whole float32; None: what suits the measurement.
         receivers: numbers of processes that receive over TCP at the same time, with commas between.
+        relay: instead of all else, let so many hosts send the weights on in trees of this fan-out.
+        delta: instead of all else, send the difference of the two newest checkpoints of this run.
         repeats: measurements of each figure.
         out: the JSON file.
 
@@ -46,9 +51,20 @@ def weights(*, nbytes: int, receivers: str, repeats: int = REPEATS, out: Path | 
         ConfigError: ``receivers`` is something else.
     """
     counts = _parse(receivers)
+    if delta is not None:
+        show("weights, differences", weights_delta.differences(run=delta, repeats=repeats), out)
+        return
+    if relay:
+        nbytes = nbytes or weights_hosts.DEFAULT_BYTES
+        nbytes = -(-nbytes // 4) * 4
+        told = [weights_hosts.hosts(nbytes=nbytes, count=count, fanout=relay, repeats=repeats) for count in counts]
+        title = f"weights, relayed, {nbytes / 1e6:,.0f} MB"
+        show(title, [*chain.from_iterable(told)], out, nbytes=nbytes, chunk_bytes=weights_hosts.CHUNK_BYTES)
+        return
+    nbytes = nbytes or DEFAULT_BYTES
     nbytes = -(-nbytes // 4) * 4
     with ExitStack() as stack:
-        bench = _Bench(stack, nbytes)
+        bench = Stage(stack, nbytes)
         figures = _shared_memory(bench, repeats)
         for count in counts:
             figures += _network(bench, count, repeats)
@@ -62,44 +78,7 @@ def _parse(receivers: str) -> list[int]:
     return counts
 
 
-class _Bench:
-    """The learner's side: publisher process, chunk server and raw server; and receivers as they are asked for."""
-
-    def __init__(self, stack: ExitStack, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._stack = stack
-        self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async-rl-bench-")))
-        self._run_id = f"bench-{uuid.uuid4().hex[:8]}"
-        self._version = 0
-        stack.callback(unlink_run, self._run_id)
-        self.publisher = self._start("learner.bench.publishing", self._run_id, str(nbytes), str(CHUNK_BYTES))
-        self.server = WeightServer("tcp://127.0.0.1:*")
-        self.server.start()
-        stack.callback(self.server.close)
-
-    def publish(self) -> tuple[dict[str, Any], Manifest]:
-        """The next version: what the publisher measured, and its manifest."""
-        told = self.publisher.ask("publish", version=self._version)
-        self._version += 1
-        manifest = Manifest.from_wire(told["manifest"])
-        self.server.serve(manifest)
-        return told, manifest
-
-    def receiver(self, path: str) -> Talker:
-        """A process with a receiver in it."""
-        return self._start("actors.bench.receiving", path, self._run_id, self.server.address)
-
-    def raw(self) -> tuple[RawServer, Talker]:
-        """A ROUTER with the newest version's bytes, and a process that asks it."""
-        server = RawServer(self.publish()[1])
-        self._stack.callback(server.close)
-        return server, self._start("async_rl.bench.weights_parts", server.address, str(self.nbytes), str(CHUNK_BYTES))
-
-    def _start(self, module: str, *arguments: str) -> Talker:
-        return self._stack.enter_context(Talker(["-m", module, *arguments], self._folder / f"{uuid.uuid4().hex}.log"))
-
-
-def _shared_memory(bench: _Bench, repeats: int) -> list[Figure]:
+def _shared_memory(bench: Stage, repeats: int) -> list[Figure]:
     receiver = bench.receiver("shm")
     publish_ms: list[float] = []
     verify_ms: list[float] = []
@@ -125,7 +104,7 @@ def _shared_memory(bench: _Bench, repeats: int) -> list[Figure]:
     ]
 
 
-def _network(bench: _Bench, count: int, repeats: int) -> list[Figure]:
+def _network(bench: Stage, count: int, repeats: int) -> list[Figure]:
     receivers = [bench.receiver("zmq") for _ in range(count)]
     raw_server, raw = bench.raw()
     transfers: list[float] = []

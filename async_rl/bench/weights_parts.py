@@ -22,7 +22,7 @@ import zmq
 from async_rl.errors import DeadlineError
 from async_rl.process import die_with_parent
 from async_rl.weights.manifest import Manifest
-from async_rl.weights.puller import window
+from async_rl.weights.pull import window
 from async_rl.weights.segment import SegmentReader
 from async_rl.wire import pack_header, unpack_header
 

@@ -12,13 +12,14 @@ from async_rl.wire import SCHEMA_VERSION, Header
 _CONTROL = "environment, observations, networks, episodes or seed"
 
 
-def refusal(hello: Header, config: RunConfig, worlds: Collection[int]) -> str:
+def refusal(hello: Header, config: RunConfig, worlds: Collection[int], base: str = "") -> str:
     """Why this client cannot take part; empty if it can.
 
     Args:
         hello: its first message.
         config: of the run.
         worlds: group sizes that the connected learner ranks named.
+        base: checksum of the model to which an adapter is trained; empty: none is trained.
 
     Raises:
         WireError: a field is missing or of the wrong type.
@@ -41,9 +42,20 @@ def refusal(hello: Header, config: RunConfig, worlds: Collection[int]) -> str:
     others = [take(hello, field, str, "") for field in ("host", "stage", "group")]
     if max(map(len, others)) > 200 or not all(map(str.isprintable, others)):
         return "a client's host, stage and group have at most 200 printable characters"
+    if base and hello["role"] not in ("monitor", "recruit") and take(hello, "base", str, "") != base:
+        return _other_base(hello, base)
     if hello["role"] == "scorer":
         return _scorer_refusal(hello, config)
+    if hello["role"] == "recruit":
+        return _learner_refusal(hello, config, ())
     return _learner_refusal(hello, config, worlds) if hello["role"] == "learner" else ""
+
+
+def _other_base(hello: Header, base: str) -> str:
+    return (
+        f"the model of your model.path (checksum {shown(hello.get('base', ''))!r}) is not the one that the server has "
+        f"({base!r}), and with lora.rank above 0 only the adapter is sent: copy the folder from the learner's host"
+    )
 
 
 def _scorer_refusal(hello: Header, config: RunConfig) -> str:

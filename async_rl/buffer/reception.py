@@ -18,6 +18,7 @@ from async_rl.buffer.fields import take
 from async_rl.buffer.files import RunFiles
 from async_rl.buffer.journaled import JournaledLedger
 from async_rl.buffer.learner_desk import LearnerDesk
+from async_rl.buffer.muster import Muster
 from async_rl.buffer.post import Post
 from async_rl.buffer.roster import AWAY, Roster, Session
 from async_rl.buffer.run_lines import batch_rows, keep_lines
@@ -51,9 +52,11 @@ class Reception:
         actors: their desk.
         scorers: their desk.
         learners: their desk.
+        muster: where ranks wait for each other.
         ending: the phase of the run.
         publish: tells the monitors and writes the books.
         tell_monitors: only that.
+        base: checksum of the model to which an adapter is trained, which all must have; empty: none is trained.
     """
 
     def __init__(
@@ -72,9 +75,11 @@ class Reception:
         actors: ActorDesk,
         scorers: ScorerDesk,
         learners: LearnerDesk,
+        muster: Muster,
         ending: Ending,
         publish: Callable[[], None],
         tell_monitors: Callable[[], None],
+        base: str = "",
     ) -> None:
         self._config = config
         self._run_id = run_id
@@ -89,9 +94,11 @@ class Reception:
         self._actors = actors
         self._scorers = scorers
         self._learners = learners
+        self._muster = muster
         self._ending = ending
         self._publish = publish
         self._tell_monitors = tell_monitors
+        self._base = base
         self._period_s = config.buffer.heartbeat_s
         self._restarted_at: float | None = None
         """When this server took over from one that died; ``None``: long ago, or never."""
@@ -147,7 +154,7 @@ class Reception:
         """Code and sentence; both empty for a client that may come in."""
         group = header.get("group")
         worlds = [s.world for s in self._roster.of("learner") if s.group == group]
-        why = refusal(header, self._config, worlds)
+        why = refusal(header, self._config, worlds, self._base)
         if why:
             return "hello", why
         before = self._roster.last(header["name"])
@@ -217,6 +224,8 @@ class Reception:
         self._ledger.note("clients", self._roster.to_note())
         lost = self._ledger.lose(session.name) if session.role == "actor" else []
         leased = self._scorers.leave(session, why) if session.role == "scorer" else 0
+        if session.role == "recruit":
+            self._muster.leave(session)
         if why != "bye":
             print(f"{session.name} is gone ({why}); {len(lost) + leased} tickets return", flush=True)
         if lost and session.identity:  # it may only have been slow: then it must not go on with what others now do

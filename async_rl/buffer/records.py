@@ -28,6 +28,8 @@ class Limits:
     """Most tokens of a trajectory that the model can read; ``None``: any number."""
     control: ControlRules | None = None
     """What groups of a control run are measured against; ``None``: they hold tokens."""
+    base: str = ""
+    """Checksum of the model to which an adapter is trained; empty: none is trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,10 @@ class Session:
     """Tickets, or groups, sent to it."""
     live: int = -1
     """Version that it holds, proven by checksum; -1: none (actors, evaluators)."""
+    relay: str = ""
+    """Where other hosts may pull weights from it (actors); empty: nowhere."""
+    relay_key: str = ""
+    """Public key of that address; empty: it has none."""
     fenced: bool = False
     """Too late with an announced version: no tickets until it has caught up."""
     worked: bool = False
@@ -162,12 +166,14 @@ class Session:
             "host": self.host,
             "pid": self.pid,
             "live": self.live,
+            "relay": self.relay,
             "fenced": self.fenced,
             "in_flight": len(self.held or ()),
             "gaps": self.gaps,
             "info": self.info,
             "cpu_s": round(self.cpu_s, 3),
             "rss_bytes": int(self.rss_bytes),
+            "seconds": self.seconds,
             "utilization": utilization(self.seconds) if any(s in WORK for s in self.seconds) else None,
         }
 

@@ -113,6 +113,7 @@ class Server:
                 self.wake,
                 recovered=opened.recovered,
                 disowned=opened.disowned,
+                base=limits.base,
             )
         except Exception:
             self._release()
@@ -275,6 +276,7 @@ def limits_of(config: AnyConfig, out: Path) -> Limits:
         rules = ControlRules.from_config(config, spaces.Spaces.read(out / spaces.FILE))
         return Limits(num_tasks=config.num_tasks, control=rules)
 
+    from async_rl.base_checksum import base_of
     from async_rl.models import context_length, resolve_model, vocabulary_size
     from async_rl.tasks import load_task
 
@@ -283,6 +285,7 @@ def limits_of(config: AnyConfig, out: Path) -> Limits:
         num_tasks=len(load_task(config.task, config.seed).train),
         vocabulary=vocabulary_size(model),
         context=context_length(model),
+        base=base_of(config),
     )
 
 
@@ -305,9 +308,9 @@ def main() -> None:
     keys, anew = ServerKeys.of(config.buffer.keys), config.buffer.bind.rpartition(":")[0] + ":*"
     if arguments.recover:
         before = str(read_json(arguments.out / "server.json").get("weights_address", anew))
-        weights = _weights_again(lambda: WeightServer(before, keys))
+        weights = _weights_again(lambda: WeightServer(before, keys, delta=config.weights.delta))
     else:
-        weights = WeightServer(anew, keys)
+        weights = WeightServer(anew, keys, delta=config.weights.delta)
         weights.start()
     keep_free_memory()
     spare_what_is_loaded()

@@ -23,14 +23,17 @@ from async_rl.buffer.fields import natural, number, numbers, pairs, shown, spans
 from async_rl.buffer.files import RunFiles
 from async_rl.buffer.journaled import JournaledLedger
 from async_rl.buffer.learner_desk import LearnerDesk
+from async_rl.buffer.muster import Muster
 from async_rl.buffer.post import Post
 from async_rl.buffer.reception import Reception
 from async_rl.buffer.records import Overdue
+from async_rl.buffer.relays import Relays
 from async_rl.buffer.roster import Roster, Session
 from async_rl.buffer.run_lines import add_missing_batches
 from async_rl.buffer.scorer_desk import ScorerDesk
 from async_rl.buffer.versions import Versions
 from async_rl.config import RunConfig
+from async_rl.config.shared import shared_settings
 from async_rl.errors import ConfigError, WeightsError, WireError
 from async_rl.protocol import ROLES, Role
 from async_rl.weights.manifest import Manifest
@@ -71,6 +74,7 @@ class Service:
         wake: makes the socket loop turn; called from other threads.
         recovered: the ledger is the one of a server that died: its clients go on.
         disowned: group name of a learner that has steps which this ledger does not know, after the loss of a journal.
+        base: checksum of the model to which an adapter is trained; empty: none is trained.
 
     Raises:
         ConfigError: the notes of a recovered ledger are not those of a service.
@@ -88,6 +92,7 @@ class Service:
         *,
         recovered: bool = False,
         disowned: str | None = None,
+        base: str = "",
     ) -> None:
         self.config = config
         self.ledger = ledger
@@ -119,6 +124,8 @@ class Service:
             wake,
             now,
         )
+        self._muster = Muster(self.post, shared_settings(config))
+        self._relays = Relays(config.weights, self.roster, self.post, self.versions)
         self.ending = Ending(ledger, self.roster, self.post, self.account, config.steps, self._publish)
         self._reception = Reception(
             config=config,
@@ -134,9 +141,11 @@ class Service:
             actors=self._actors,
             scorers=self._scorers,
             learners=self._learners,
+            muster=self._muster,
             ending=self.ending,
             publish=self._publish,
             tell_monitors=self._tell_monitors,
+            base=base,
         )
         if disowned is not None:
             self._learners.disown(disowned)
@@ -151,11 +160,13 @@ class Service:
             "fail": (("actor", "scorer"), self._fail),
             "asleep": (("actor",), lambda s, h, f, now: self._actors.asleep(s)),
             "live": (("actor", "evaluator"), lambda s, h, f, now: self._actors.live(s, h)),
+            "relay": (("actor",), lambda s, h, f, now: self._relays.register(s, h)),
             "next": (("learner",), lambda s, h, f, now: self._learners.next(s, h)),
             "trained": (("learner",), lambda s, h, f, now: self._trained(s, h, now)),
             "snapshot": (("learner",), lambda s, h, f, now: self._learners.snapshot(s, h)),
             "trouble": (("learner",), lambda s, h, f, now: self._learners.take_trouble(h, now)),
             "done": (("learner",), lambda s, h, f, now: self._done(h, now)),
+            "muster": (("recruit",), lambda s, h, f, now: self._muster.come(s, h, now)),
             "eval": (("evaluator",), lambda s, h, f, now: self._eval(s, h, now)),
             "dead": (("monitor",), lambda s, h, f, now: self._reception.dead(take(h, "name", str), now)),
             "stop": (
@@ -220,12 +231,14 @@ class Service:
             self.roster.excuse(now)
         self._last_tick = now
         self._reception.tick(now, all_heard=all_heard)
+        self._relays.update()
         if self.ending.phase == "running":
             overdue = self.ledger.watch(now, step_waits=self._learners.step_waits)
             if overdue is not None:
                 self._bark(overdue, now)
             self._check_learner(now)
         self._actors.cancel(self.ledger.expire(now))
+        self._muster.tick()
         self._learners.finish_snapshots()
         self._files.flush()
         self._notice(now)
@@ -300,6 +313,7 @@ class Service:
         except WeightsError as error:
             self.ending.fail(f"version {manifest.version} cannot be served to the actors: {error}", now)
             return
+        self._relays.update()
         self._actors.announce()
         self.post.send_all(self.roster.of("evaluator"), "version", manifest=self.versions.wire)
         self._send_status()
@@ -347,7 +361,7 @@ class Service:
 
     def _notice(self, now: float) -> None:
         """Say once, and show as long as it lasts, what holds the run up, and what cannot be written."""
-        waiting = self._scorers.notices(now) if self.ending.phase == "running" else []
+        waiting = [*self._scorers.notices(now), *self._muster.notices(now)] if self.ending.phase == "running" else []
         if len(waiting) > self._num_waiting:
             print("\n".join(waiting), flush=True)
         self._num_waiting = len(waiting)

@@ -72,6 +72,12 @@ class WeightsConfig(Section):
     """An actor that has not committed an announced version in this time gets no tickets until it has (is fenced)."""
     chunk_bytes: int = Field(4 << 20, ge=1 << 10, multiple_of=4)
     """Bytes per chunk and checksum."""
+    relay: int = Field(0, ge=0, le=64)
+    """Hosts send the weights on, each to so many others, and the learner sends each version about once; 0: the learner sends
+    them to every host. A host listens on a port of its own then, which the others have to reach."""
+    delta: bool = False
+    """Send only what changed since the version that a host holds, without loss; costs the CPU of both ends, and saves most of
+    the bytes on the way: for slow links."""
 
 
 class CheckpointConfig(Section):
@@ -175,6 +181,16 @@ class RunConfig(Section):
     def stages(self) -> tuple[str, ...]:
         """Names of the stages that scorers add to a submitted group before it is ready."""
         return ()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether no rank of the learner holds the whole model."""
+        return False
+
+    @property
+    def saves_together(self) -> bool:
+        """Whether every rank has a part of what a checkpoint keeps."""
+        return False
 
     @property
     def needs_reference(self) -> bool:

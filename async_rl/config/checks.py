@@ -53,8 +53,13 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     if config.learner.lr_schedule == "constant":
         yield "learner.kl_target", "learner.lr_schedule = 'constant'"
     if config.learner.ranks == 1:
-        for name in ("checksum_every", "timeout_s"):
+        for name in ("checksum_every", "timeout_s", "shard_optimizer"):
             yield f"learner.{name}", "learner.ranks = 1"
+    if config.sharded:
+        yield "learner.shard_optimizer", "learner.strategy = 'fsdp', which shards it with the parameters"
+    if not config.lora.is_on:
+        for name in ("alpha", "targets"):
+            yield f"lora.{name}", "lora.rank = 0"
     if algorithm.minibatches * algorithm.epochs == 1:
         once = "one update a step (algorithm.minibatches = algorithm.epochs = 1)"
         yield "algorithm.value_clip", f"{once}: values are still the old ones"
@@ -107,6 +112,9 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
         yield "actors.mock_spread", f"actors.mock_lengths = {config.actors.mock_lengths!r}"
         if config.actors.mock_lengths != "constant":
             yield "actors.mock_tokens", f"actors.mock_lengths = {config.actors.mock_lengths!r}"
+    if config.weights.path == "shm":
+        for name in ("relay", "delta"):
+            yield f"weights.{name}", "weights.path = 'shm': nothing is sent"
     if config.buffer.max_staleness == 0:
         yield "actors.weight_updates", "buffer.max_staleness = 0: nothing runs when new weights come"
 
@@ -141,6 +149,7 @@ def _contradictions(config: Config) -> Iterator[str]:
             "so every group would be replaced for ever; set buffer.replace_zero_variance = false"
         )
     yield from _algorithm_contradictions(config)
+    yield from _sharding_contradictions(config)
     yield from _reward_contradictions(config)
     if config.task.timeout_s >= buffer.lease_s:
         yield (
@@ -184,6 +193,11 @@ def _algorithm_contradictions(config: Config) -> Iterator[str]:
             f"algorithm.correction = {algorithm.correction!r} with algorithm.proximal = 'behaviour': the weight "
             "proximal / behaviour is always 1; set algorithm.proximal = 'recomputed' or 'interpolated', or "
             "algorithm.correction = 'none'"
+        )
+    if config.lora.is_on and algorithm.advantage == "gae" and algorithm.critic == "model":
+        yield (
+            f"algorithm.critic = 'model' with lora.rank = {config.lora.rank}: a whole model would be trained beside "
+            "the adapter; set algorithm.critic = 'head', or lora.rank = 0"
         )
     if 0 < algorithm.dual_clip <= 1:
         yield f"algorithm.dual_clip = {algorithm.dual_clip}: the bound must lie above 1 (3 is usual); 0 turns it off"
@@ -248,6 +262,25 @@ def _algorithm_contradictions(config: Config) -> Iterator[str]:
                 "algorithm.proximal = 'interpolated' has no effect at buffer.max_staleness = 0: every token has age 0; "
                 "set it to 'recomputed' or 'behaviour'"
             )
+
+
+def _sharding_contradictions(config: Config) -> Iterator[str]:
+    if not config.sharded:
+        return
+    if config.learner.ranks == 1:
+        yield "learner.strategy = 'fsdp' with learner.ranks = 1: there is nobody to share with; raise learner.ranks"
+    if config.lora.is_on:
+        yield (
+            f"learner.strategy = 'fsdp' with lora.rank = {config.lora.rank}: only whole models are sharded; set "
+            "learner.strategy = 'flat', or lora.rank = 0"
+        )
+    if config.actors.colocated:
+        yield (
+            "learner.strategy = 'fsdp' with actors.placement = 'colocated': shards cannot give their device back; set "
+            "actors.placement = 'separate'"
+        )
+    if config.learner.compile:
+        yield "learner.strategy = 'fsdp' with learner.compile: not supported together; set learner.compile = false"
 
 
 def _reward_contradictions(config: Config) -> Iterator[str]:

@@ -228,6 +228,35 @@ class LearnerConfig(LearnerBase):
     compile: bool = False
     """``torch.compile`` the models' layers; needs a C++ compiler, and about a minute at the start and for each new kind
     of batch."""
+    strategy: Literal["flat", "fsdp"] = "flat"
+    """``flat``: every rank holds the whole model, and one all_reduce sums its gradient; ``fsdp``: each rank holds a
+    shard of every layer, and layers are gathered when they are run: for models larger than a device."""
+    shard_optimizer: bool = False
+    """``flat``: each rank keeps the optimiser's state of its slice only; saves 8 bytes a parameter, less those of the
+    slice, and costs an all_gather of the parameters an update. ``fsdp`` does it in any case."""
+
+
+class LoraConfig(Section):
+    """An adapter in place of the whole model: a layer computes W x + α/r B A x, W stays (Hu et al. 2021)."""
+
+    rank: int = Field(0, ge=0, le=512)
+    """r, columns of B and rows of A; 0: no adapter, the whole model is trained."""
+    alpha: int = Field(32, ge=1)
+    """α; the product of the two matrices is multiplied by ``alpha / rank``."""
+    targets: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), strict=False, min_length=1
+    )
+    """Names of the linear layers that get one, in every block."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether an adapter is trained, and published, instead of the model."""
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """α / r."""
+        return self.alpha / self.rank
 
 
 class EvalConfig(EvalBase):
@@ -247,6 +276,7 @@ class Config(RunConfig):
     reward: RewardConfig = RewardConfig()
     reference: ReferenceConfig = ReferenceConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    lora: LoraConfig = LoraConfig()
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
 
@@ -292,6 +322,16 @@ class Config(RunConfig):
         return (*reward, *(("reference",) if self.needs_reference and self.reference.placement == "scorer" else ()))
 
     @property
+    def sharded(self) -> bool:
+        """Whether no rank of the learner holds the whole model."""
+        return self.learner.strategy == "fsdp"
+
+    @property
+    def saves_together(self) -> bool:
+        """Whether every rank has a part of what a checkpoint keeps."""
+        return self.sharded or self.learner.shard_optimizer
+
+    @property
     def needs_reference(self) -> bool:
         """Whether anything reads the reference model's log-probabilities."""
         return self.algorithm.kl_coef > 0 or self.algorithm.advantage == "distill"
@@ -307,7 +347,7 @@ class Config(RunConfig):
         return self.sampling.max_new_tokens * (self.task.max_turns if self.task.environment else 1)
 
     def contract(self) -> dict[str, Any]:
-        """What all sides must agree on: model, task, sampling, rewards, reference, seed."""
+        """What all sides must agree on: model, adapter, task, sampling, rewards, reference, seed."""
         return {
             "seed": self.seed,
             "model": self.model.model_dump(exclude={"device"}),
@@ -315,4 +355,5 @@ class Config(RunConfig):
             "sampling": self.sampling.model_dump(),
             "reward": self.reward.model_dump(exclude={"scorers"}),
             "reference": self.reference.path if self.needs_reference else None,
+            **({"lora": self.lora.model_dump()} if self.lora.is_on else {}),
         }

@@ -1,42 +1,43 @@
-"""``async-rl actor``: one actor or scorer that serves a learner elsewhere, kept alive by the policy of a run.
+"""``async-rl actor``: actors or scorers that serve a learner elsewhere, kept alive by the policy of a run.
 
-arguments ─► checks ─► probe the address ─► child ─► died by accident? ─► another life          janitor beside it
+arguments ─► checks ─► probe the address ─► a process per device ─► died by accident? ─► another life   janitor beside
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from async_rl.config import AnyConfig, ControlConfig, load_any, to_toml
+from async_rl.config import AnyConfig, Config, ControlConfig, load_any, to_toml
+from async_rl.curve import ClientKeys
 from async_rl.errors import AsyncRLError
 from async_rl.launch import control_checks, preflight, roles, token_checks
-from async_rl.launch.children import Child, end_all, end_descendants
-from async_rl.launch.commands import Commands
-from async_rl.launch.ending import describe
+from async_rl.launch.commands import Commands, visible_gpus
+from async_rl.launch.crew import Crew
+from async_rl.launch.devices import claimed, one_each
 from async_rl.launch.interrupts import Interrupts
 from async_rl.launch.janitor import Janitor
-from async_rl.launch.policy import Lives, is_hopeless
 from async_rl.launch.progress import make_console
+from async_rl.launch.reach import check_entry, unreachable
+from async_rl.launch.upkeep import Upkeep
 from async_rl.runfolder import write_atomically
 
-WORKED_S = 60.0
-"""A life of this length has worked: from here nobody sees more of it."""
 PROBE_S = 5.0
 """The server's address answers within this time, or the user is told."""
-_GREETING = 10
-"""Bytes that a ZeroMQ peer sends first: 0xff, eight of any value, 0x7f."""
-_GRACE_S = 4.0
-_CHECK_S = 60.0
 
 
 def run_actor(
-    source: str, overrides: Sequence[str], connect: str, name: str | None, role: str, interrupts: Interrupts
+    source: str,
+    overrides: Sequence[str],
+    connect: str,
+    name: str | None,
+    role: str,
+    interrupts: Interrupts,
+    engines: int = 1,
 ) -> int:
     """Serve until the run has ended or the user ends it; the exit code.
 
@@ -44,13 +45,14 @@ def run_actor(
         source: preset or configuration file.
         overrides: ``KEY=VALUE``.
         connect: address of the server.
-        name: unique in the run; ``None``: host and process id.
+        name: unique in the run; ``None``: host and process id. Of several processes each has its number behind it.
         role: ``actor``, ``reward`` or ``reference``.
         interrupts: Ctrl-C and its like, counted from the very beginning.
+        engines: processes, each with a device of its own where there are any.
 
     Raises:
-        ConfigError: an argument, a setting, the model or the data is wrong.
-        AsyncRLError: the process is given up.
+        ConfigError: an argument, a setting, the model, the data or the keys are wrong.
+        AsyncRLError: the processes are given up.
     """
     config = load_any(source, overrides)
     name = name or f"{socket.gethostname()}-{role}-{os.getpid()}"
@@ -59,10 +61,10 @@ def run_actor(
     folder = Path("runs") / f"actor-{name}"
     search = Path(source).resolve().parent if source.endswith(".toml") else Path.cwd()
     console = make_console()
-    with Janitor() as janitor:
+    devices = one_each(_gpus(config, role), engines, f"--engines {engines}")
+    with claimed(devices, "actor"), Janitor() as janitor:
         env = janitor.environment(preflight.child_environment(os.environ, search))
-        if why := unreachable(connect, PROBE_S):
-            console.print(f"nothing to serve at {connect} yet: {why}; {name} goes on trying", soft_wrap=True)
+        look_for_server(connect, config, name, console)
         try:
             _check_host(config, role, env, folder, console, interrupts)
         except AsyncRLError:
@@ -74,99 +76,41 @@ def run_actor(
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "config.toml", to_toml(config))
         commands = Commands(config=folder / "config.toml", out=folder, ranks=1, is_control=config.is_control)
-        log = folder / "logs" / f"{name}.log"
-        console.print(f"{name} serves {connect}; log: {log}")
-        command = commands.actor(connect, name) if role == "actor" else commands.scorer(connect, name, role)
-        return keep_alive(name, command, log, env, console, interrupts, spare=[janitor.pid])
+        names = [name] if engines == 1 else [f"{name}-{i}" for i in range(engines)]
+        crew = make_crew(folder / "logs", env, dict(zip(names, devices, strict=False)), console)
+        for one in names:
+            console.print(f"{one} serves {connect}; log: {folder / 'logs' / one}.log", soft_wrap=True)
+            command = commands.actor(connect, one) if role == "actor" else commands.scorer(connect, one, role)
+            crew.add(one, role, command)
+        return Upkeep(crew, interrupts, spare=[janitor.pid]).run()
 
 
-def unreachable(address: str, timeout_s: float) -> str | None:
-    """Why no server of ours seems to listen there; ``None`` if one does.
-
-    Args:
-        address: ``tcp://HOST:PORT``.
-        timeout_s: longest wait.
-    """
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    deadline = time.monotonic() + timeout_s
-    greeting = b""
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout_s) as line:
-            while len(greeting) < _GREETING:
-                line.settimeout(max(0.01, deadline - time.monotonic()))
-                if not (part := line.recv(_GREETING - len(greeting))):
-                    break
-                greeting += part
-    except TimeoutError:
-        return f"no answer within {timeout_s:g} s"
-    except OSError as error:  # a wrong name, port or network
-        return error.strerror or str(error)
-    is_ours = len(greeting) == _GREETING and greeting[0] == 0xFF and greeting[-1] == 0x7F
-    return None if is_ours else "what listens there is no buffer server"
-
-
-def keep_alive(
-    name: str,
-    command: Sequence[str],
-    log: Path,
-    env: Mapping[str, str],
-    console: Console,
-    interrupts: Interrupts,
-    spare: Collection[int] = (),
-) -> int:
-    """Run the command until it ends well, is interrupted, or has died too often; the exit code.
-
-    Args:
-        name: of the process, for messages.
-        command: what is run.
-        log: of all its lives.
-        env: environment.
-        console: where restarts are told.
-        interrupts: ends it.
-        spare: process ids below this one that live on.
+def look_for_server(address: str, config: AnyConfig, name: str, console: Console) -> None:
+    """Tell the user at once what keeps a server from being reached; one that is not there yet may come.
 
     Raises:
-        AsyncRLError: it is given up; with the end of its log.
+        ConfigError: its keys and ours do not fit.
     """
-    lives = Lives()
-    while True:
-        child = _live(name, command, log, env, interrupts, spare)
-        now = time.monotonic()
-        if interrupts.count:
-            return interrupts.exit_code
-        if child.exit_code == 0:
-            return 0
-        if now - child.started > WORKED_S:
-            lives.work()
-        if not lives.end(now, hopeless=is_hopeless(child.exit_code or 0, child.sentence())):
-            raise AsyncRLError(describe(child))
-        console.print(f"{name} {child.describe_end()} and starts again; see {log}", soft_wrap=True)
-        while not interrupts.count and not lives.is_due(time.monotonic()):
-            interrupts.wait(min(_CHECK_S, (lives.next_at or 0.0) - time.monotonic()))
-        if interrupts.count:
-            return interrupts.exit_code
-        lives.begin()
+    keys = config.buffer.keys
+    if why := unreachable(address, PROBE_S):
+        console.print(f"nothing to serve at {address} yet: {why}; {name} goes on trying", soft_wrap=True)
+    else:
+        check_entry(address, ClientKeys.of(keys), keys, PROBE_S)
 
 
-def _live(
-    name: str,
-    command: Sequence[str],
-    log: Path,
-    env: Mapping[str, str],
-    interrupts: Interrupts,
-    spare: Collection[int],
-) -> Child:
-    """One life, until its end or an interrupt; nothing that it started is left."""
-    child = Child.start(name, command, log, env)
-    handle = os.pidfd_open(child.pid)
-    try:
-        while child.poll() is None and not interrupts.count:
-            interrupts.wait(_CHECK_S, [handle])
-    finally:
-        os.close(handle)
-        end_all([child], _GRACE_S)
-        end_descendants(spare)
-    return child
+def make_crew(logs: Path, env: dict[str, str], devices: dict[str, str], console: Console) -> Crew:
+    """A crew whose deaths the server notices by itself."""
+
+    def note(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    return Crew(logs, env, devices, note, lambda clients: None)
+
+
+def _gpus(config: AnyConfig, role: str) -> list[str]:
+    """Devices that the processes of this role would use."""
+    computes = isinstance(config, Config) and config.device != "cpu" and config.actors.engine != "mock"
+    return visible_gpus(os.environ) if computes and role in ("actor", "reference") else []
 
 
 def _check_host(

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from async_rl.hosts import ONE_HOST, LearnerHosts
+
 MAX_GROUP_RESTARTS = 1_000_000
 """torchrun counts restarts for good; the launcher decides when enough is enough (:mod:`async_rl.launch.policy`)."""
 
@@ -22,11 +24,13 @@ class Commands:
     out: Path
     """Run folder."""
     ranks: int
-    """Processes of the learner group."""
+    """Processes of the learner group on this host."""
     resume: Path | None = None
     """Checkpoint folder from which the server continues."""
     is_control: bool = False
     """Whether environments are controlled; else a language model is trained."""
+    hosts: LearnerHosts = ONE_HOST
+    """Over which the learner group is spread."""
 
     def server(self, *, recover: bool = False) -> list[str]:
         """The buffer server; it writes ``out/server.json`` once its socket is bound.
@@ -40,7 +44,7 @@ class Commands:
         return [*command, "--resume", str(self.resume)] if self.resume else command
 
     def learner(self, address: str) -> list[str]:
-        """The learner group under torchrun; one rank alone starts sooner without. It finds its checkpoint itself."""
+        """The ranks of this host under torchrun; one alone starts sooner without. They find their checkpoint."""
         launch = [sys.executable]
         if self.ranks > 1:
             # not --standalone: that is a store on a port of all interfaces, which unpickles what anyone writes to it
@@ -48,8 +52,11 @@ class Commands:
             launch += ["--nproc-per-node", str(self.ranks)]
             launch += ["--max-restarts", str(MAX_GROUP_RESTARTS)]
             # without a folder for logs one stays behind among the temporary ones
-            launch += ["--log-dir", str(self.out / "logs" / "torchrun")]
-        main = ["-m", f"learner.{self._domain}main", str(self.config), "--out", str(self.out), "--connect", address]
+            launch += ["--log-dir", str(self.hosts.folder(self.out) / "logs" / "torchrun")]
+        main = ["-m", f"learner.{self._domain}main", str(self.config), "--out", str(self.out)]
+        main += ["--connect", self.hosts.address or address]
+        if self.hosts.count > 1:
+            main += ["--nnodes", str(self.hosts.count), "--node-rank", str(self.hosts.index)]
         return [*launch, *main]
 
     def actor(self, address: str, name: str) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +10,10 @@ from rich.table import Table
 
 from async_rl.config import AnyConfig, Config, ControlConfig
 from async_rl.control.spaces import Spaces
-from async_rl.errors import ConfigError
 from async_rl.launch import control_overview
+from async_rl.safetensors_files import read_entries, read_folder
 from async_rl.units import format_bytes
 
-_MAX_HEADER_BYTES = 100 << 20
 SMALL_GROUP = 4
 """Below this size the group's mean and deviation are too noisy to normalise by."""
 
@@ -47,7 +44,7 @@ def overview(config: Config, model: Path | None) -> Overview:
     """Derive the numbers; ``model`` is the resolved model folder where known."""
     groups, size = config.buffer.groups_per_step, config.sampling.group_size
     eta = config.buffer.max_staleness
-    parameters = num_parameters(model) if model else None
+    parameters = num_published(config, model) if model else None
     return Overview(
         sequences_per_step=groups * size,
         sampled_tokens_per_step=groups * size * config.max_sampled,
@@ -67,24 +64,20 @@ def num_parameters(folder: Path) -> int | None:
         ConfigError: a file is damaged or cut short.
     """
     files = sorted(folder.glob("*.safetensors"))
-    return sum(_parameters_in(file) for file in files) if files else None
+    return sum(entry.numel for file in files for entry in read_entries(file).values()) if files else None
 
 
-def _parameters_in(file: Path) -> int:
-    try:
-        with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(min(size, _MAX_HEADER_BYTES)))
-        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-        end = 8 + size + max((entry["data_offsets"][1] for entry in tensors), default=0)
-        count = sum(math.prod(entry["shape"]) for entry in tensors)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} is no safetensors file: {error}; save or fetch the model again") from None
-    if file.stat().st_size != end:
-        raise ConfigError(
-            f"{file} is cut short: {file.stat().st_size:,} bytes, {end:,} by its header; save or fetch the model again"
-        )
-    return count
+def num_published(config: Config, folder: Path) -> int | None:
+    """Parameters of a version of the weights: those of the model, or of its adapter; ``None`` when it is not there yet.
+
+    Raises:
+        ConfigError: a file is damaged or cut short.
+    """
+    total = num_parameters(folder)
+    if total is None or not config.lora.is_on:
+        return total
+    targets = tuple(f".{name}.weight" for name in config.lora.targets)
+    return sum(config.lora.rank * sum(e.shape) for name, e in read_folder(folder).items() if name.endswith(targets))
 
 
 def warnings(config: Config) -> list[str]:
@@ -140,6 +133,7 @@ def _rows(config: Config, view: Overview, model: Path | None) -> list[tuple[str,
     sync = "known once the model is there" if view.weight_bytes is None else format_bytes(view.weight_bytes)
     return [
         ("model", f"{config.model.path}" + (f" ({model})" if model and str(model) != config.model.path else "")),
+        *([("adapter", _adapter(config))] if config.lora.is_on else []),
         ("task", config.task.environment or config.task.data or config.task.name),
         (
             "effective batch",
@@ -156,6 +150,11 @@ def _rows(config: Config, view: Overview, model: Path | None) -> list[tuple[str,
         *([("critic", _critic(config))] if config.algorithm.advantage == "gae" else []),
         ("learner", f"{_several(config.learner.ranks, 'rank')}, lr {config.learner.lr:g}, {config.algorithm.name}"),
     ]
+
+
+def _adapter(config: Config) -> str:
+    lora = config.lora
+    return f"rank {lora.rank}, alpha {lora.alpha}, on {', '.join(lora.targets)}; the model itself stays as it is"
 
 
 def _actors(config: Config) -> str:

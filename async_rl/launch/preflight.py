@@ -19,10 +19,13 @@ from pathlib import Path
 from async_rl.config import BufferConfig, Config, TaskConfig
 from async_rl.curve import ClientKeys, ServerKeys, check_open
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.hosts import FOLDER
 
 WARMUP_TIMEOUT_S = 1800.0
 IMPORT_TIMEOUT_S = 60.0
 MIN_SHM_FREE = 64 << 20
+BEFORE_A_RUN = ("logs", "job")
+"""What a new run folder may hold: logs of a start that was interrupted, what ``async-rl launch`` has prepared."""
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
 """How the names of causal language models end; the older ones (GPT-2) in the second way."""
 CLASSIFIER = ("ForSequenceClassification",)
@@ -38,6 +41,11 @@ if not callable(found): raise TypeError(f"{sys.argv[2]} is no function")
 Announce = Callable[[str], None]
 
 
+def may_stand_before(name: str) -> bool:
+    """Whether a new run folder may hold this; the folder of another learner host, if they share it."""
+    return name in BEFORE_A_RUN or FOLDER.fullmatch(name) is not None
+
+
 def prepare_out(out: Path) -> Path:
     """Create a new run folder.
 
@@ -46,7 +54,7 @@ def prepare_out(out: Path) -> Path:
     """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: a file of this name is there")
-    if out.is_dir() and any(entry.name != "logs" for entry in out.iterdir()):  # logs: of a start that was interrupted
+    if out.is_dir() and any(not may_stand_before(entry.name) for entry in out.iterdir()):
         raise ConfigError(f"--out {out} is not empty: choose another folder, or continue that run with --resume {out}")
     try:
         out.mkdir(parents=True, exist_ok=True)

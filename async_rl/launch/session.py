@@ -16,10 +16,12 @@ from rich.console import Console
 from async_rl.buffer import journal
 from async_rl.config import AnyConfig, Config, ControlConfig, RunConfig, load_any, to_toml
 from async_rl.control.spaces import Spaces
-from async_rl.curve import ClientKeys
+from async_rl.curve import ClientKeys, is_loopback
 from async_rl.errors import AsyncRLError, ConfigError, SchemaError
+from async_rl.hosts import ONE_HOST, LearnerHosts
 from async_rl.launch import control_checks, preflight, token_checks
 from async_rl.launch.commands import Commands, assign_gpus, visible_gpus
+from async_rl.launch.devices import claimed
 from async_rl.launch.folder_lock import FolderLock
 from async_rl.launch.interfaces import Monitor, Outcome
 from async_rl.launch.interrupts import Interrupts
@@ -28,7 +30,8 @@ from async_rl.launch.launcher import Launcher, scorer_names
 from async_rl.launch.overview import num_parameters, print_overview
 from async_rl.launch.progress import make_console, make_display
 from async_rl.report.trace import write_trace
-from async_rl.runfolder import RunFolder, write_atomically
+from async_rl.route import joined, parted, route_to
+from async_rl.runfolder import RunFolder, model_folder, write_atomically
 from async_rl.summary import write_summary
 
 _TOKEN_CONTRACT = "model, task, sampling, rewards, reference"
@@ -42,6 +45,7 @@ def run_session(
     interrupts: Interrupts,
     *,
     with_actors: bool,
+    hosts: LearnerHosts = ONE_HOST,
 ) -> int:
     """``async-rl run`` and ``async-rl learner``; the exit code.
 
@@ -52,6 +56,7 @@ def run_session(
         resume: run folder to continue.
         interrupts: Ctrl-C and its like, counted from the very beginning.
         with_actors: whether actors and scorers are started here, too.
+        hosts: over which the learner group is spread; this is the first of them.
 
     Raises:
         ConfigError: an argument, a setting, the model, the data or the address is wrong.
@@ -59,6 +64,7 @@ def run_session(
     """
     began = time.monotonic()
     console = make_console()
+    overrides = [*overrides, *_bind_to_rendezvous(overrides, hosts)]
     place = _place(source, overrides, out, resume)
     with FolderLock(place, interrupts, console.print) as lock, Janitor([lock]) as janitor:
         # looked at under the lock: whoever held it may have left files and checkpoints
@@ -67,6 +73,7 @@ def run_session(
         janitor.watch(folder)
         env = janitor.environment(preflight.child_environment(os.environ, search))
         try:
+            hosts.ranks_here(config.learner.ranks)
             found = _check(config, env, folder, console, interrupts, with_actors=with_actors)
         except (AsyncRLError, OSError):
             if not any(folder.iterdir()):
@@ -81,9 +88,24 @@ def run_session(
         if isinstance(found, Spaces):
             found.write(folder)
         outcome = _launch(
-            config, folder, checkpoint, env, console, interrupts, spare=[janitor.pid], with_actors=with_actors
+            config, folder, checkpoint, env, console, interrupts, hosts, spare=[janitor.pid], with_actors=with_actors
         )
         return _finish(folder, outcome, console)
+
+
+def _bind_to_rendezvous(overrides: Sequence[str], hosts: LearnerHosts) -> list[str]:
+    """The setting with which the server listens where all learner hosts look for it, unless an address is given.
+
+    Raises:
+        ConfigError: the name of the host is unknown, or stands for a loopback address here, which others cannot reach.
+    """
+    if hosts.count == 1 or any(override.startswith("buffer.bind=") for override in overrides):
+        return []
+    name, port = parted(hosts.address)
+    _, host = route_to(hosts.address)
+    if is_loopback(host) and not is_loopback(name):
+        raise ConfigError(f"--rendezvous {name}:{port}: {name} is {host} here; give this host's address in the network")
+    return [f"buffer.bind=tcp://{joined(host, port)}"]
 
 
 def _end_early(out: Path, interrupts: Interrupts, began: float, console: Console) -> int:
@@ -126,7 +148,7 @@ def _configure(
     if config.contract_hash() != before.contract_hash():
         what = "environment, observations, networks, episodes" if config.is_control else _TOKEN_CONTRACT
         raise ConfigError(f"--resume {resume}: {what} and seed must stay as in {resume / 'config.toml'}")
-    checkpoint = _newest_whole(resume, is_control=config.is_control)
+    checkpoint = _newest_whole(resume)
     if checkpoint is None:
         print(f"--resume {resume}: it ended before its first checkpoint, so it begins again", flush=True)
         return config, folder, None
@@ -140,7 +162,7 @@ def _configure(
     return config, folder, checkpoint.resolve()
 
 
-def _newest_whole(resume: Path, *, is_control: bool) -> Path | None:
+def _newest_whole(resume: Path) -> Path | None:
     """The newest checkpoint whose files can be read; those that cannot are named and passed over.
 
     Raises:
@@ -149,7 +171,7 @@ def _newest_whole(resume: Path, *, is_control: bool) -> Path | None:
     damaged: ConfigError | None = None
     for checkpoint in RunFolder(resume).checkpoints():
         try:
-            num_parameters(checkpoint if is_control else checkpoint / "hf")
+            num_parameters(model_folder(checkpoint))
             journal.load(checkpoint)
             return checkpoint
         except SchemaError as error:
@@ -215,6 +237,7 @@ def _launch(
     env: dict[str, str],
     console: Console,
     interrupts: Interrupts,
+    hosts: LearnerHosts,
     *,
     spare: Sequence[int],
     with_actors: bool,
@@ -231,27 +254,36 @@ def _launch(
                 where = _reachable(address, config)
                 who = "actors" if role == "actor" else f"{role} scorers"
                 console.print(f"{who} connect with: async-rl actor CONFIG.toml{flag} --connect {where}")
+        for index in range(1, hosts.count):
+            console.print(
+                f"learner host {index} joins with: async-rl learner CONFIG.toml --nnodes {hosts.count} "
+                f"--node-rank {index} --rendezvous {hosts.address.removeprefix('tcp://')}",
+                soft_wrap=True,
+            )
         return Client(address, "monitor", f"launcher-{os.getpid()}", config.contract_hash(), keys=keys)
 
+    ranks = hosts.ranks_here(config.learner.ranks)
     actors = config.actors.count if with_actors else 0
     scorers = _scorers(config) if with_actors and isinstance(config, Config) else {}
     evaluates = with_actors or not (isinstance(config, ControlConfig) and config.env.spaces)
     if not evaluates:
         console.print("no evaluation: with env.spaces this host is not asked to make the environment")
     gpus = [] if config.device == "cpu" else visible_gpus(env)
-    with make_display(console, config) as display:
+    mine = [] if with_actors else gpus[:ranks]
+    with claimed(mine, "learner"), make_display(console, config) as display:
         return Launcher(
             commands=Commands(
                 config=out / "config.toml",
                 out=out,
-                ranks=config.learner.ranks,
+                ranks=ranks,
                 resume=checkpoint,
                 is_control=config.is_control,
+                hosts=hosts,
             ),
             env=env,
             gpus=assign_gpus(
                 gpus,
-                config.learner.ranks,
+                ranks,
                 actors,
                 _with_model(config, scorers),
                 colocated=config.actors.colocated,

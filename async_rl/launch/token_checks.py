@@ -5,12 +5,14 @@ config ─► engine, verifier, data, rewards ─► model, reference (built or 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from async_rl.config import Config
+from async_rl.errors import ConfigError
 from async_rl.launch import preflight, roles, task_checks
-from async_rl.launch.overview import num_parameters
+from async_rl.launch.overview import num_published
 
 
 def check_run(
@@ -36,6 +38,7 @@ def check_run(
         ConfigError: a setting, the model or the data is wrong.
         AsyncRLError: the model could not be built.
     """
+    check_adapter(config)
     if with_actors:
         preflight.check_engine(config)
     preflight.check_verifier(config.task, env, interrupted)
@@ -48,8 +51,21 @@ def check_run(
     preflight.check_limits(config, model)
     task_checks.check_chat_template(config, env, model)
     task_checks.check_environment(config, env, interrupted)
-    preflight.check_shared_memory((num_parameters(model) or 0) * 4)
+    preflight.check_shared_memory((num_published(config, model) or 0) * 4)
     return model
+
+
+def check_adapter(config: Config) -> None:
+    """Refuse an adapter where nothing can train one.
+
+    Raises:
+        ConfigError: peft is not installed.
+    """
+    if config.lora.is_on and importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            f"lora.rank = {config.lora.rank}, but peft is not installed on the learner's host: "
+            "`pip install 'async-rl[lora]'`"
+        )
 
 
 def check_host(
@@ -73,3 +89,17 @@ def check_host(
     if role == "actor":
         task_checks.check_chat_template(config, env, model)
         task_checks.check_environment(config, env, interrupted)
+
+
+def check_ranks(
+    config: Config,
+    env: Mapping[str, str],
+    log: Path,
+    say: preflight.Announce,
+    interrupted: Callable[[], bool],
+) -> None:
+    """The same for a host that has ranks of the learner group alone."""
+    check_adapter(config)
+    model = preflight.ensure_model(config, env, log, say, interrupted)
+    if config.needs_reference and config.reference.placement == "learner":
+        roles.ensure_reference(config, model, env, log, say, interrupted)

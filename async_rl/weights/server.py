@@ -1,7 +1,8 @@
 """The chunk server: sends chunks of the newest versions to receivers on other hosts, straight from shared memory.
 
-    receiver ──get {version, chunk}──► ROUTER ──► [chunk {version, chunk} | frame]   frame: a view of the segment
+    receiver ──get {version, chunk}──► ROUTER ──► [chunk {version, chunk} | frame]   frame: a view of the memory
                                               └─► [gone {version, newest}]           no longer held
+    a relay: what is not there yet waits ──news──► answered                            see :mod:`async_rl.weights.shelf`
 
 The receiver has the credit: it asks for a few chunks at a time, so a slow one costs nothing but its own time. A peer
 that asks and never reads meets the socket's high-water mark, and its answers are dropped and counted. A chunk may be
@@ -12,44 +13,56 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Collection, Hashable
 
 import zmq
 
 from async_rl.curve import Gate, ServerKeys, secure_server
 from async_rl.errors import DeadlineError, WeightsError, WireError
+from async_rl.weights.filling import Filling
+from async_rl.weights.links import link
 from async_rl.weights.manifest import Manifest
 from async_rl.weights.segment import SegmentReader
-from async_rl.wire import pack_header, unpack_header
+from async_rl.weights.shelf import Shelf
+from async_rl.wire import Header, unpack_header
 
 _START_S = 10.0
 _IDLE_MS = 60_000
 _REQUEST_BYTES = 4096
 _UNREAD_MESSAGES = 128
+_MOST_WAITING = 4096
+"""Requests that wait for their chunk; beyond it the oldest is dropped, and its peer asks somebody else."""
 
 
 class WeightServer:
-    """A daemon thread with its own ROUTER socket, on the learner's host.
+    """A daemon thread with its own ROUTER socket: on the learner's host, and in each process that relays.
 
     Args:
         bind: e.g. ``tcp://127.0.0.1:*``.
         keys: only clients that these know are let in; ``None``: everyone.
+        patient: of a relay: requests for what is not there yet wait for it.
+        delta: differences to the version before are sent to those who hold that.
     """
 
-    def __init__(self, bind: str, keys: ServerKeys | None = None) -> None:
+    def __init__(
+        self, bind: str, keys: ServerKeys | None = None, *, patient: bool = False, delta: bool = False
+    ) -> None:
         self._bind = bind
         self._keys = keys
+        self._delta = delta
         self._address = ""
         self._error: Exception | None = None
         self._bound = threading.Event()
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._news = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="weight-server", daemon=True)
-        self._lock = threading.Lock()
         self._reader = SegmentReader()
-        self._held: dict[str, tuple[Manifest, memoryview]] = {}
+        self._waiting: deque[tuple[bytes, Header]] = deque()
         self.counts: Counter[str] = Counter()
-        """``served``, ``gone``, ``malformed`` and ``dropped`` requests; ``bytes`` of chunks served."""
+        """``served``, ``gone``, ``malformed`` and ``dropped`` requests, ``differences`` of those served; ``bytes`` of
+        chunks served."""
+        self._shelf = Shelf(self.counts, patient=patient)
 
     def start(self) -> None:
         """Bind and serve.
@@ -75,9 +88,24 @@ class WeightServer:
         Raises:
             WeightsError: the segment is not on this host.
         """
-        data = self._reader.open(manifest)
-        with self._lock:
-            self._held[manifest.segment] = (manifest, data)
+        filling = Filling.whole(manifest, self._reader.open(manifest))
+        before = self._shelf.put(manifest.segment, filling)
+        if self._delta and before is not None:
+            link(before, filling)
+
+    def share(self, filling: Filling) -> None:
+        """Hold a version that may still be filled; :meth:`news` for each chunk."""
+        self._shelf.put(filling.manifest.order, filling)
+        self.news()
+
+    def keep(self, orders: Collection[Hashable]) -> None:
+        """Of what was shared, hold no other versions any more: their memory is about to be written over."""
+        self._shelf.keep(orders)
+        self.news()
+
+    def news(self) -> None:
+        """Something has changed in what is held: whoever waits may be answered."""
+        os.eventfd_write(self._news, 1)
 
     def close(self) -> None:
         """Stop the thread and drop the mappings."""
@@ -87,7 +115,8 @@ class WeightServer:
         if self._thread.is_alive():
             raise DeadlineError(f"the weight server did not stop within {_START_S:.0f} s")
         os.close(self._stop)
-        self._held.clear()
+        os.close(self._news)
+        self._shelf.clear()
         self._reader.close()
 
     def _run(self) -> None:
@@ -118,39 +147,49 @@ class WeightServer:
 
     def _serve_until_stopped(self, socket: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._stop, zmq.POLLIN)
+        for source in (socket, self._stop, self._news):
+            poller.register(source, zmq.POLLIN)
         while True:
             ready = dict(poller.poll(_IDLE_MS))
             if self._stop in ready:
                 return
-            if socket not in ready:
-                continue
-            peer, *parts = socket.recv_multipart(zmq.NOBLOCK)
-            try:
-                socket.send_multipart([peer, *self._answer(parts)], flags=zmq.NOBLOCK, copy=False)
-            except WireError:
-                self.counts["malformed"] += 1
-            except zmq.ZMQError:  # the peer does not read its answers, or is gone
-                self.counts["dropped"] += 1
+            if self._news in ready:
+                os.eventfd_read(self._news)
+                for _ in range(len(self._waiting)):
+                    self._reply(socket, *self._waiting.popleft())
+            if socket in ready:
+                peer, *parts = socket.recv_multipart(zmq.NOBLOCK)
+                try:
+                    self._reply(socket, peer, request_of(parts))
+                except WireError:
+                    self.counts["malformed"] += 1
 
-    def _answer(self, parts: list[bytes]) -> list[Any]:
-        if len(parts) != 1:
-            raise WireError("frame_count", f"{len(parts)}")
-        header = unpack_header(parts[0])
-        epoch, version, chunk = header.get("epoch", 0), header.get("version"), header.get("chunk")
-        if header["type"] != "get" or type(epoch) is not int or type(version) is not int or type(chunk) is not int:
-            raise WireError("bad_header", "a request is get {epoch, version, chunk}")
-        with self._lock:
-            held = [entry for entry in self._held.values() if entry[0].order == (epoch, version)]
-            newest = max((manifest.version for manifest, _ in self._held.values()), default=-1)
-        if not held:
-            self.counts["gone"] += 1
-            return [pack_header({"type": "gone", "version": version, "newest": newest})]
-        manifest, data = held[0]
-        if not 0 <= chunk < len(manifest.chunks):
-            raise WireError("bad_header", f"chunk {chunk} of {len(manifest.chunks)}")
-        part = manifest.chunk(data, chunk)
-        self.counts["served"] += 1
-        self.counts["bytes"] += part.nbytes
-        return [pack_header({"type": "chunk", "version": version, "chunk": chunk}), part]
+    def _reply(self, socket: zmq.Socket[bytes], peer: bytes, header: Header) -> None:
+        """Answer a request, or let it wait."""
+        try:
+            answer = self._shelf.answer(header)
+            if answer is None:
+                self._wait(peer, header)
+            else:
+                socket.send_multipart([peer, *answer], flags=zmq.NOBLOCK, copy=False)
+        except WireError:
+            self.counts["malformed"] += 1
+        except zmq.ZMQError:  # the peer does not read its answers, or is gone
+            self.counts["dropped"] += 1
+
+    def _wait(self, peer: bytes, header: Header) -> None:
+        if len(self._waiting) >= _MOST_WAITING:
+            self._waiting.popleft()
+            self.counts["dropped"] += 1
+        self._waiting.append((peer, header))
+
+
+def request_of(parts: list[bytes]) -> Header:
+    """The header of a request.
+
+    Raises:
+        WireError: it is none.
+    """
+    if len(parts) != 1:
+        raise WireError("frame_count", f"{len(parts)}")
+    return unpack_header(parts[0])

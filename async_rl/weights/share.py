@@ -5,7 +5,8 @@
      └──── wait ◄── take the turn ──► pull, verify ──► all find it     turn: turn.py
            until its holder is done, has died, or does not move
 
-Each receiver verifies what it maps, so that whoever filled it need not be trusted.
+Each receiver verifies what it maps, so that whoever filled it need not be trusted. What a broken transfer has brought
+its process keeps, and goes on with what is missing when the same version is wanted again.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from collections.abc import Callable
 
 from async_rl.errors import WeightsError
 from async_rl.weights.copies import Copies, Copy
+from async_rl.weights.filling import Filling
 from async_rl.weights.leftovers import unlink_unused
 from async_rl.weights.manifest import Manifest
-from async_rl.weights.puller import TransferError
+from async_rl.weights.pull import TransferError
 from async_rl.weights.turn import Turn
 
 _ROUNDS = 1000
 """Each waits for another process to end a transfer, or finds a wrong copy."""
 
-Pull = Callable[[memoryview, Callable[[], None]], None]
-"""Fills a buffer with verified bytes, and calls the function as long as it moves."""
+_RESUMED = ("no_progress", "unreachable")
+
+Pull = Callable[[Filling, Callable[[], None]], None]
+"""Fills what is missing with verified bytes, and calls the function as long as it moves."""
 
 
 class HostShare:
@@ -33,13 +37,17 @@ class HostShare:
         run_id: of the versions.
         stop: descriptor that becomes readable when a wait must end at once.
         patience_s: who has the turn and does not move for so long loses it.
+        keep: whether differences are kept, to be sent on to other hosts.
     """
 
-    def __init__(self, run_id: str, stop: int, patience_s: float) -> None:
+    def __init__(self, run_id: str, stop: int, patience_s: float, *, keep: bool = False) -> None:
         self._copies = Copies(run_id)
         self._stop = stop
         self._patience_s = patience_s
+        self._keep = keep
         self._begun = False
+        self._part: tuple[Copy, Filling] | None = None
+        """Of a transfer that broke."""
 
     def obtain(self, manifest: Manifest, pull: Pull) -> Copy:
         """A copy whose bytes this process has verified; release it after use.
@@ -51,8 +59,11 @@ class HostShare:
         if not self._begun:
             unlink_unused()  # what a host left on which all were killed
             self._begun = True
+        if self._part is not None and not self._part[1].is_of(manifest):
+            self._drop()
         for _ in range(_ROUNDS):
             if (copy := self._find(manifest)) is not None:
+                self._drop()  # another process was faster
                 return copy
             turn = Turn(self._copies.turn)
             try:
@@ -66,6 +77,7 @@ class HostShare:
 
     def close(self) -> None:
         """Remove what nobody on this host uses any more."""
+        self._drop()
         self._copies.close()
 
     def _find(self, manifest: Manifest) -> Copy | None:
@@ -81,10 +93,21 @@ class HostShare:
         return copy
 
     def _pull(self, manifest: Manifest, pull: Pull, turn: Turn) -> Copy:
-        copy = self._copies.begin(manifest, turn.pulse)
+        if self._part is None:
+            copy = self._copies.begin(manifest, turn.pulse)
+            self._part = copy, Filling(manifest, copy.data, keep=self._keep)
+        copy, filling = self._part
         try:
-            pull(copy.data, turn.pulse)
-        except BaseException:
-            copy.release()  # the file is used for the next version
+            pull(filling, turn.pulse)
+        except BaseException as error:
+            if not isinstance(error, TransferError) or error.reason not in _RESUMED:
+                self._drop()
             raise
+        self._part = None
         return self._copies.finish(copy, manifest)
+
+    def _drop(self) -> None:
+        """Give up what a broken transfer has brought; the file is used for the next version."""
+        if self._part is not None:
+            self._part[0].release()
+            self._part = None

@@ -21,6 +21,7 @@ from async_rl.buffer.journaled import JournaledLedger
 from async_rl.buffer.records import Rules
 from async_rl.buffer.service import Service
 from async_rl.config import RunConfig
+from async_rl.config.shared import shared_settings
 from async_rl.data import Annotation, age
 from async_rl.errors import WireError
 from async_rl.protocol import PROTOCOL_VERSION, STAGES, Ticket
@@ -39,6 +40,7 @@ _CAST = (
     (b"R", "scorer", {"stage": "reference"}),
     (b"E", "evaluator", {}),
     (b"M", "monitor", {}),
+    (b"Q", "recruit", {}),
 )
 _SAID = {
     "learner": ("next", "trained", "next", "trained", "snapshot", "trouble", "beat", "hello"),
@@ -46,6 +48,7 @@ _SAID = {
     "scorer": ("annotate", "annotate", "credit", "fail", "beat", "hello", "bye"),
     "evaluator": ("eval", "live", "beat", "hello", "bye"),
     "monitor": ("beat", "dead", "hello", "bye"),
+    "recruit": ("muster", "muster", "beat", "hello", "bye"),
 }
 _LAST = ("done", "fatal", "stop", "bye")
 """What may end the run is said rarely, or there would be nothing else to see."""
@@ -170,6 +173,8 @@ class Play:
                 return {"version": ledger.version, "epoch": ledger.epoch, "metrics": {"accuracy": 0.5}, "samples": []}
             case "dead":
                 return {"name": choices.pick(("A", "S", "L", "E", "nobody"))}
+            case "muster":
+                return {"settings": shared_settings(self.config), "store": "h:1"}
             case "done":
                 return {"stopped": bool(choices.below(2))}
         return {"reason": "r"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ import msgpack
 
 from async_rl.data import Annotation
 from async_rl.errors import WeightsError, WireError
+from async_rl.weights.filling import Base, Filling
 from async_rl.weights.manifest import Manifest
-from async_rl.weights.puller import TransferError, _Pull
-from async_rl.weights.server import WeightServer
+from async_rl.weights.pull import Pull, TransferError
+from async_rl.weights.server import WeightServer, request_of
 from async_rl.wire import decode_annotations, decode_groups, encode_annotations, encode_groups, unpack_header
 from fuzzing import spoil
 from fuzzing.choices import Choices
@@ -129,16 +131,23 @@ def _manifest(folder: Path) -> Run:
 def _weights_server(folder: Path) -> Run:
     server = WeightServer("tcp://127.0.0.1:*", None)
     held = manifest(3)
-    server._held[held.segment] = (held, memoryview(bytes(8)))
-    seed = {"type": "get", "version": 3, "chunk": 1}
+    server._shelf.put(held.segment, Filling.whole(held, memoryview(bytes(8))))
+    seed = {"type": "get", "version": 3, "chunk": 1, "base": held.checksum}
 
     def run(choices: Choices) -> list[str]:
         parts = message(choices, [packed(seed)])
         if choices.below(8) == 7:
             parts.append(choices.blob(32))
-        return [refused(lambda: server._answer(parts))]
+        return [refused(lambda: server._shelf.answer(request_of(parts)))]
 
     return run
+
+
+class _Mute:
+    """Stands for a socket."""
+
+    def send(self, request: bytes) -> None:
+        """Nobody hears it."""
 
 
 class _Part:
@@ -153,14 +162,17 @@ def _puller(folder: Path) -> Run:
     seed = [packed({"type": "chunk", "version": 3, "chunk": 1}), b"\0\0\x40\x40"]
 
     def run(choices: Choices) -> list[str]:
-        pull = _Pull(wanted, memoryview(bytearray(8)))
-        pull.requests()
+        filling = Filling(wanted, memoryview(bytearray(8)))
+        filling.lead_from(Base("base", memoryview(bytes(8))))
+        pull = Pull(filling, "", (), 1.0, lambda *_, **__: _Mute(), Counter())  # type: ignore[arg-type,return-value]
+        [source] = pull.sources
+        pull.ask(source)
         found = []
         for _ in range(1 + choices.below(8)):
             said = message(choices, seed) if choices.below(2) else seed
             parts: Any = [_Part(part) for part in said]
             good: list[bool] = []
-            reason = refused(lambda parts=parts, good=good: good.append(pull.receive(parts)))  # type: ignore[misc]
+            reason = refused(lambda parts=parts, good=good: good.append(pull.receive(source, parts)))  # type: ignore[misc]
             found.append(reason or ("" if good == [True] else "no_good_chunk"))
             if reason:
                 break

@@ -29,7 +29,7 @@ def events(monkeypatch):
     happened = []
 
     class Client:
-        def __init__(self, address, role, name, contract, stage, keys):
+        def __init__(self, address, role, name, contract, stage, keys, base):
             self.hello = (address, role, name, stage)
             happened.append("open")
 

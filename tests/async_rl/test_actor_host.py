@@ -12,10 +12,12 @@ import zmq
 from rich.console import Console
 
 from async_rl.errors import AsyncRLError
-from async_rl.launch import actor_host, policy
-from async_rl.launch.actor_host import keep_alive, unreachable
+from async_rl.launch import policy, upkeep
+from async_rl.launch.actor_host import make_crew
 from async_rl.launch.children import descendants
 from async_rl.launch.interrupts import Interrupts
+from async_rl.launch.reach import unreachable
+from async_rl.launch.upkeep import Upkeep
 
 
 @pytest.fixture
@@ -23,10 +25,11 @@ def console():
     return Console(file=io.StringIO(), width=200)
 
 
-def live(tmp_path, console, code, interrupts=None):
-    command = [sys.executable, "-c", code, str(tmp_path / "lives")]
-    with interrupts or Interrupts() as counted:
-        code = keep_alive("far", command, tmp_path / "far.log", os.environ, console, counted)
+def live(tmp_path, console, code):
+    with Interrupts() as interrupts:
+        crew = make_crew(tmp_path, dict(os.environ), {}, console)
+        crew.add("far", "actor", [sys.executable, "-c", code, str(tmp_path / "lives")])
+        code = Upkeep(crew, interrupts).run()
     assert descendants(os.getpid()) == []
     return code
 
@@ -89,7 +92,7 @@ def test_it_is_given_up_when_no_life_lasts_and_only_then(tmp_path, console, monk
     with pytest.raises(AsyncRLError, match="far was ended by SIGKILL"):
         live(tmp_path, console, LIVES + "os.kill(os.getpid(), 9)")
     assert len((tmp_path / "lives").read_text()) == 4
-    monkeypatch.setattr(actor_host, "WORKED_S", 0.0)  # now every life has worked
+    monkeypatch.setattr(upkeep, "WORKED_S", 0.0)  # now every life has worked
     (tmp_path / "lives").unlink()
     assert live(tmp_path, console, LIVES + "os.kill(os.getpid(), 9) if count < 7 else None") == 0
 
@@ -109,7 +112,26 @@ def test_an_interrupt_ends_it_at_once_even_between_two_lives(tmp_path, console, 
     assert live(tmp_path, console, code + "threading.Event().wait(60)") == 128 + signal.SIGHUP
     # the child is dead before its timer fires: a process that it leaves behind sends the signal
     leaves = "import subprocess; subprocess.Popen(['sh', '-c', f'sleep 0.7; kill -INT {os.getppid()}'])\n"
-    monkeypatch.setattr(actor_host, "end_descendants", lambda spare: None)
+    monkeypatch.setattr(upkeep, "end_descendants", lambda spare: None)
     (tmp_path / "lives").unlink()
     assert live(tmp_path, console, LIVES + leaves + "os.kill(os.getpid(), 9)") == 130
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.real
+def test_of_several_processes_each_is_looked_after_and_the_last_one_ends_it(tmp_path, console, monkeypatch):
+    monkeypatch.setattr(policy, "BACKOFF_S", 0.01)
+    code = (
+        "import os, pathlib, sys\n"
+        "mark = pathlib.Path(sys.argv[1] + '-' + os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "first = not mark.exists()\n"
+        "mark.touch()\n"
+        "os.kill(os.getpid(), 9) if first and mark.name.endswith('-5') else None\n"
+    )
+    with Interrupts() as interrupts:
+        crew = make_crew(tmp_path, dict(os.environ), {"a": "4", "b": "5"}, console)
+        for name in ("a", "b"):
+            crew.add(name, "actor", [sys.executable, "-c", code, str(tmp_path / "mark")])
+        assert Upkeep(crew, interrupts).run() == 0
+    assert crew.restarts == {"b": 1}
+    assert {path.name for path in tmp_path.glob("mark-*")} == {"mark-4", "mark-5"}

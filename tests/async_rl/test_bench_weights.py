@@ -30,3 +30,15 @@ def test_the_benchmark_of_weights_gives_all_its_figures(tmp_path):
     assert by_name["zmq, 2 receivers"]["bar"] is None  # what is promised is promised for one
     assert all(0 < figure["median"] < 1e6 for figure in told["figures"])
     assert set(SHM.glob("async_rl-bench-*")) <= before
+
+
+@pytest.mark.real
+def test_hosts_that_relay_are_measured_beside_one_alone(tmp_path):
+    before = set(SHM.glob("async_rl-bench-*"))
+    weights(nbytes=1_000_000, receivers="3", relay=2, repeats=1, out=tmp_path / "w.json")
+    figures = json.loads((tmp_path / "w.json").read_text())["figures"]
+    time_s, out_of_learner = figures
+    assert (time_s["bar"], out_of_learner["bar"]) == (2.0, 5.0)
+    assert out_of_learner["values"] == [1.0]  # whatever the machine does: nobody was given up
+    assert time_s["baseline_values"][0] >= 1_000_000 / 20e6  # the link was paced
+    assert set(SHM.glob("async_rl-bench-*")) <= before

@@ -51,6 +51,11 @@ def test_vllm_is_imported_only_by_the_engines_and_their_benchmark():
     assert [file for file in files if not file.startswith(("actors/engines/", "actors/bench/"))] == []
 
 
+def test_ray_is_imported_only_where_a_cluster_is_joined():
+    files = [file for package in PACKAGES for file in importers(package, "ray")]
+    assert files == ["async_rl/launch/ray_cluster.py"]
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("name", ["pickle", "cloudpickle", "dill", "marshal", "shelve"])
 def test_nothing_that_unpickles_is_imported(package, name):

@@ -86,9 +86,10 @@ from async_rl import lean
 from async_rl.lean import import_transformers, no_distributed_tensors
 from async_rl.models import load_causal_lm
 from learner.flat import FlatParameters
+from learner.networks import Networks
 from learner.optimizer import FlatAdamW
 
-folder, heavy = Path(sys.argv[1]), {"torch._dynamo", "torch.distributed.tensor", "accelerate", "sympy"}
+folder, heavy = Path(sys.argv[1]), {"torch._dynamo", "torch.distributed.tensor", "accelerate", "peft", "sympy"}
 
 # a version of transformers that asks for more is left to be imported whole
 before, core = (torch.compiler.disable, torch.distributed.is_available), lean._CORE

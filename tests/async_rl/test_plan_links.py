@@ -1,0 +1,94 @@
+"""What links carry: worked by hand for small numbers; the table of docs/scaling.md is what the functions say."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from async_rl.cli import app
+from async_rl.errors import ConfigError
+from async_rl.plan.links import Scale, fullest, loads, parse_parameters
+
+SMALL = {"parameters": 1000, "step_s": 2.0, "tokens_per_step": 100, "link_bytes_s": 10_000}
+
+
+def carried(scale):
+    return [load.bytes_per_step for load in loads(scale)]
+
+
+def test_without_relays_the_learner_sends_a_version_to_each_host():
+    # W = 1000 x 2; 5 W out; no relays; 100 tokens x 13; one rank has nobody to talk to
+    assert carried(Scale(**SMALL, hosts=5)) == [10_000, 2000, 0, 1300, 0]
+    assert Scale(**SMALL, hosts=5).live_s == 1.0  # 10,000 bytes at 10,000 a second
+
+
+def test_with_relays_every_link_carries_one_version():
+    scale = Scale(**SMALL, hosts=5, relay=2, chunk_bytes=100)
+    assert carried(scale)[:3] == [2000, 2000, 2000 * 4 / 5]
+    assert scale.depth == 3  # 1 + 2 hosts are not 5
+    assert scale.live_s == pytest.approx((2000 + 2 * 100) / 10_000)
+
+
+def test_differences_scale_all_that_weights_need():
+    assert carried(Scale(**SMALL, hosts=5, relay=2, sent=0.1))[:3] == [200, 200, 160]
+
+
+def test_ranks_reduce_gradients_in_float32_and_gather_shards_in_bfloat16():
+    # all-reduce of 4000 bytes over 4 ranks: 2 x 3/4 x 4000; sharded, 2 passes for 25 tokens: 3/4 x 1000 x (2 x (2 + 2 + 4) + 2)
+    assert carried(Scale(**SMALL, ranks=4))[-1] == 6000
+    assert carried(Scale(**SMALL, ranks=4, sharded=True, micro_batch_tokens=13))[-1] == 13_500
+    assert Scale(**SMALL, ranks=4).rank_bytes == 16_000
+    assert Scale(**SMALL, ranks=4, sharded=True).rank_bytes == 4000
+
+
+def test_shares_are_of_the_link_and_the_fullest_is_named_with_its_remedy():
+    full = fullest(Scale(**SMALL, hosts=5))
+    assert (full.where, full.bytes_per_s, full.share) == ("learner host, out: weights", 5000, 0.5)
+    assert "weights.relay" in full.remedy
+    assert "weights.relay" not in fullest(Scale(**SMALL, hosts=5, relay=4)).remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("7B", 7e9), ("1t", 1e12), ("135M", 135e6), ("0.5B", 5e8), (" 12 ", 12.0)]
+)
+def test_parameters_are_written_as_people_write_them(text, number):
+    assert parse_parameters(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "B", "-7B", "7 billion", "1e9", "7K"])
+def test_what_is_no_number_of_parameters_is_refused(text):
+    with pytest.raises(ConfigError, match="--parameters"):
+        parse_parameters(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [({"sent": 0.0}, "--sent"), ({"step_s": 0.0}, "--step-s"), ({"link_bytes_s": 0.0}, "--link-gbit")],
+)
+def test_what_is_out_of_range_is_named(fields, named):
+    with pytest.raises(ConfigError, match=named):
+        Scale(**{**SMALL, **fields})
+
+
+def test_the_command_prints_and_writes_it(tmp_path):
+    out = tmp_path / "links.json"
+    command = ["plan", "arithmetic", "--parameters", "7B", "--hosts", "8", "--step-s", "30", "--out", str(out)]
+    result = CliRunner().invoke(app, [*command, "--set", "model.dtype=bfloat16"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(out.read_text())
+    assert told["version_bytes"] == 14e9
+    assert told["loads"][0]["bytes_per_step"] == 8 * 14e9
+    assert "weights.relay" in told["words"][1]
+
+
+def test_a_step_must_be_stated():
+    result = CliRunner().invoke(app, ["plan", "arithmetic", "--parameters", "7B"])
+    assert "--step-s" in str(result.exception) + result.output
+
+
+def test_the_table_of_the_page_on_scaling_is_what_the_functions_say():
+    page = (Path(__file__).parents[2] / "docs/scaling.md").read_text()
+    from async_rl.plan.links_command import page_table
+
+    assert page_table() in page
