@@ -92,9 +92,9 @@ def facing(server: str) -> str:
         OSError: there is no way to it.
     """
     host = server.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    family, kind, protocol, _, where = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(where)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, _ANY_PORT))  # names a route; the resolver of names has deadlines of its own
         return str(probe.getsockname()[0])
 
 

@@ -38,7 +38,7 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 | cancel | actor | tickets: [[ordinal, attempt]] that moved on: stop generating |
 | mustered | recruit | store: of rank 0, with which the ranks make their process group |
 | version | actor, evaluator | manifest of the newest version; again while it sleeps: there is more work at it |
-| parents | actor | parents: [[address, depth]], whom it pulls each stripe from (:mod:`async_rl.weights.tree`); leads: whether it pulls for its host |
+| parents | actor | parents: [[address, depth]] by stripe (:mod:`async_rl.weights.tree`); leads: it pulls for its host |
 | shard | learner | step, groups + frames, minibatch, counts, costs (:mod:`async_rl.buffer.sharding`), stats |
 | status | monitor | the run at a glance, after each event worth it and at each of its beats |
 | stop | all | reason, error (bool); step: only in the answer to ``next`` |

@@ -210,3 +210,7 @@ def test_with_keys_versions_go_from_the_learner_to_a_host_and_on_to_the_next(tmp
         for host in hosts:
             assert torch.equal(torch.frombuffer(bytearray(host.wait(10).data), dtype=torch.float32), flat)
         assert (server.counts["bytes"], relays[0].counts["bytes"]) == (manifest.nbytes, manifest.nbytes)
+
+
+def test_a_server_may_be_named_by_its_name():
+    assert facing("tcp://localhost:5555") == "127.0.0.1"

@@ -35,7 +35,8 @@ def test_differences_scale_all_that_weights_need():
 
 
 def test_ranks_reduce_gradients_in_float32_and_gather_shards_in_bfloat16():
-    # all-reduce of 4000 bytes over 4 ranks: 2 x 3/4 x 4000; sharded, 2 passes for 25 tokens: 3/4 x 1000 x (2 x (2 + 2 + 4) + 2)
+    # all-reduce of 4000 bytes over 4 ranks: 2 x 3/4 x 4000
+    # sharded, 2 passes for 25 tokens: 3/4 x 1000 x (2 x (2 + 2 + 4) + 2)
     assert carried(Scale(**SMALL, ranks=4))[-1] == 6000
     assert carried(Scale(**SMALL, ranks=4, sharded=True, micro_batch_tokens=13))[-1] == 13_500
     assert Scale(**SMALL, ranks=4).rank_bytes == 16_000

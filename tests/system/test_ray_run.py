@@ -2,9 +2,11 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -29,7 +31,7 @@ NODE = """
 import sys, time
 from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, connect=False, head_node_args={
-    "num_cpus": 3, "include_dashboard": False, "object_store_memory": 100 << 20})
+    "num_cpus": 3, "include_dashboard": False, "object_store_memory": 100 << 20, "temp_dir": sys.argv[1]})
 second = cluster.add_node(num_cpus=3, object_store_memory=100 << 20)
 print(cluster.address, flush=True)
 for line in sys.stdin:
@@ -45,6 +47,7 @@ class Cluster:
     """Two Ray nodes in processes of their own."""
 
     def __init__(self, log):
+        self.temporary = tempfile.mkdtemp(prefix="ray-")  # paths of sockets must be short
         env = environment() | {
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -52,7 +55,12 @@ class Cluster:
         }
         env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(Path(__file__).parents[2])])
         self.process = subprocess.Popen(
-            [sys.executable, "-c", NODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=env
+            [sys.executable, "-c", NODE, self.temporary],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=env,
         )
         self.address = self.process.stdout.readline().strip()
 
@@ -64,6 +72,7 @@ class Cluster:
     def close(self):
         self.process.stdin.close()
         self.process.wait(30)
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +192,7 @@ def test_without_a_cluster_the_command_says_so(tmp_path, settings):
 
 
 def test_a_lost_node_is_outlived_and_the_run_stopped_and_resumed(cluster, tmp_path, settings):
-    """Last: the second node does not come back."""
+    """The second node does not come back: what follows has one."""
     (tmp_path / "fast").touch()
     settings["steps"] = 3000
     process, out, log = launch(cluster, tmp_path, settings, "--min-actors", "3")
@@ -193,7 +202,7 @@ def test_a_lost_node_is_outlived_and_the_run_stopped_and_resumed(cluster, tmp_pa
         cluster.lose_the_second()
         wait_until(lambda: "its Ray worker or node is gone" in log.read_text(), "the loss", 60)
         before = steps_of(out)
-        wait_until(lambda: steps_of(out) > before + 5, "further steps", 60)
+        wait_until(lambda: steps_of(out) > before + 5, "further steps", 120)
         process.send_signal(signal.SIGINT)
         assert process.wait(90) == 130, log.read_text()
     finally:
@@ -212,6 +221,18 @@ def test_a_lost_node_is_outlived_and_the_run_stopped_and_resumed(cluster, tmp_pa
     )
     assert done.returncode == 0, log.read_text()
     assert summary_of(out)["status"] == "completed"
+
+
+def test_a_command_that_is_killed_leaves_nothing_on_the_nodes(cluster, tmp_path, settings):
+    (tmp_path / "fast").touch()
+    process, out, _ = launch(cluster, tmp_path, settings)
+    try:
+        wait_until(lambda: steps_of(out) > 1, "some steps")
+        assert processes_of(out)
+    finally:
+        process.kill()
+        process.wait(10)
+    wait_until(lambda: not processes_of(out), "the end of all processes", 30)
 
 
 def free_cpus(cluster):
