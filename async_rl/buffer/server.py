@@ -222,7 +222,7 @@ class Server:
     def _receive(self) -> int:
         """Handle what waits in the socket, a burst at most: how many messages, or 0 if the socket is empty then."""
         now, taken = time.monotonic(), 0
-        while taken < _BURST and time.monotonic() - now <= _BURST_S:
+        while not taken or (taken < _BURST and time.monotonic() - now <= _BURST_S):  # 0 is said of a socket looked into
             try:
                 identity = self._socket.recv(_NOBLOCK)
             except zmq.Again:
