@@ -6,7 +6,6 @@ between them, while the thread does something else, keep_alive: nobody is taken 
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from async_rl.bench.load_clients import Line, MockActor, MockLearner
 from async_rl.bench.load_messages import Template
 from async_rl.bench.served import ServerProcess
 from async_rl.errors import DeadlineError
+from async_rl.process import spare_what_is_loaded
 
 SILENCE_S = 30.0
 """A server that says nothing for so long does not answer any more."""
@@ -87,8 +87,7 @@ class Load:
         """
         noise = np.random.default_rng(seed)
         gaps = noise.exponential(1 / rate, max(1, int(rate * seconds)))
-        gc.collect()
-        gc.freeze()  # or this thread looks through all that is imported now and then, and is late
+        spare_what_is_loaded()  # or this thread looks through it now and then, and is late
         began = self._heard = time.monotonic()
         dues = (began + np.cumsum(gaps)).tolist()
         latencies: list[float] = []

@@ -45,7 +45,9 @@ from async_rl.weights.server import WeightServer
 from async_rl.wire import LIMITS, receive_frames, send_frames
 
 _BURST = 64
-"""Messages taken from the socket before anything else is done."""
+"""Messages taken from the socket before anything else is done, ..."""
+_BURST_S = 0.001
+"""... or fewer once so much time has passed: their acknowledgements wait for the last of them."""
 _MOST_CLIENTS = 65_536
 """More are never connected: the system has no more descriptors."""
 _BACKLOG = 4096
@@ -153,8 +155,8 @@ class Server:
             poller.poll(max(0, math.ceil((next_tick - time.monotonic()) * 1000)))
             with self.service.ledger.batch():  # on record at its end, and answered then
                 woken = self._take_wakeup()
-                drained = self._receive()
-                backlog = 0 if drained else backlog + _BURST
+                taken = self._receive()
+                backlog = backlog + taken if taken else 0
                 now = time.monotonic()
                 if woken or now >= next_tick:
                     if self._interrupted:
@@ -162,7 +164,7 @@ class Server:
                     # A client is silent only if nothing of it waits in the socket, e.g. after this process was paused.
                     # The socket takes turns between clients: after so many messages each was heard that had sent any,
                     # so that one who never lets the socket run empty cannot hide the silence of the others.
-                    self.service.tick(now, all_heard=drained or backlog > _MOST_CLIENTS)
+                    self.service.tick(now, all_heard=not taken or backlog > _MOST_CLIENTS)
                     next_tick = now + period_s
                 self.service.tell(now)
             self._send(now)  # no acknowledgement waits until a step is handed out
@@ -218,16 +220,17 @@ class Server:
                 hint = "; another program listens there; choose another port or end it" if is_taken else ""
                 raise ConfigError(f"buffer.bind = {address!r}: {error.strerror}{hint}") from None
 
-    def _receive(self) -> bool:
-        """Handle what waits in the socket, a burst at most; True if the socket is empty then."""
-        now = time.monotonic()
-        for _ in range(_BURST):
+    def _receive(self) -> int:
+        """Handle what waits in the socket, a burst at most: how many messages, or 0 if the socket is empty then."""
+        now, taken = time.monotonic(), 0
+        while not taken or (taken < _BURST and time.monotonic() - now <= _BURST_S):  # 0 is said of a socket looked into
             try:
                 identity = self._socket.recv(_NOBLOCK)
             except zmq.Again:
-                return True
+                return 0
             self.service.handle(identity, receive_frames(self._socket), now)
-        return False
+            taken += 1
+        return taken
 
     def _send(self, now: float) -> None:
         for identity, frames in self.service.post.take():

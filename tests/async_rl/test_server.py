@@ -13,6 +13,7 @@ import pytest
 from buffer_helpers import make
 from server_helpers import NoWeights, Raw, config, eventually, hello, manifest, running
 
+from async_rl.buffer import server as server_module
 from async_rl.buffer.records import Limits
 from async_rl.buffer.server import Server
 from async_rl.client import Client, Stopped
@@ -176,3 +177,10 @@ def test_a_wrong_configuration_is_one_sentence_and_exit_code_one(tmp_path):
     assert done.returncode == 1
     assert done.stderr.startswith("async-rl: buffer.bind")
     assert "Traceback" not in done.stderr
+
+
+def test_a_server_that_is_late_at_every_look_still_takes_what_waits(tmp_path, settings, monkeypatch):
+    """A process that was frozen just before it looked into its socket must not take it for empty."""
+    monkeypatch.setattr(server_module, "_BURST_S", -1.0)
+    with running(settings, tmp_path) as server, Raw(server.address) as raw:
+        assert raw.ask(hello(settings, role="actor"))["type"] == "welcome"

@@ -104,8 +104,8 @@ def test_a_sleeper_gets_no_tickets_and_is_woken_by_its_own_version_when_a_group_
     cast.learner()
     one, two = cast.actor("one", credit=1), cast.actor("two", credit=1)
     finish(one, one.tickets(1))
-    one.send("credit", count=5)
     one.send("asleep")
+    one.send("credit", count=5)  # after it: what is said before may be answered before
     told(one)
     (ticket,) = two.tickets(1)
     two.send("fail", ordinal=ticket.ordinal, attempt=0, reason="prompt_refused", detail="", final=True)
