@@ -33,6 +33,7 @@ from async_rl.client import Client
 from async_rl.protocol import Ticket
 from async_rl.timer import StateTimer
 from async_rl.weights.manifest import Manifest
+from async_rl.weights.offer import Offer
 from async_rl.weights.tree import Parent
 from async_rl.wire import Header
 
@@ -158,6 +159,8 @@ class TicketLoop(ABC):
                 tickets = [Ticket.from_wire(t) for t in header["tickets"]]
                 self._credit.use(len(tickets))
                 self._take(tickets)
+            elif kind == "offer":
+                self._swap.expect(Offer.from_wire(header))
             elif kind == "version":
                 self._announce(Manifest.from_wire(header["manifest"]))
             elif kind == "parents":

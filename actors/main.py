@@ -6,6 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
+from actors.broadcast import choose_interface, take_part
 from actors.engines.factory import make_engine
 from actors.players.factory import Setting, make_player
 from actors.process import command_line, joined
@@ -21,6 +22,7 @@ def main() -> None:
     args = command_line("one rollout actor", f"actor-{os.getpid()}").parse_args()
     config = load_config(args.config)
     with joined("actor", config, args.connect, args.name) as process:
+        choose_interface(config, args.connect)
         folder = resolve_model(config.model.path)
         data = load_task(config.task, config.seed)
         engine = process.parts.enter_context(contextlib.closing(make_engine(config, folder, args.name)))
@@ -36,6 +38,7 @@ def main() -> None:
             problems=list(data.train),
             timer=process.timer,
         )
+        take_part(process, engine)
         process.run(rollout, lambda: rollout.run(process.manifest))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -27,6 +27,8 @@ class Prepared:
     path: Literal["shm", "zmq"]
     copy: Copy | None = None
     """What holds ``data``, if it is shared by the receivers of this host."""
+    received: Mapping[str, int] = field(default_factory=dict)
+    """All that has come over the network so far, as :mod:`async_rl.weights.pull` counts it; empty: nothing has."""
 
     @property
     def base(self) -> Base:

@@ -85,17 +85,20 @@ class Process:
         Args:
             relays: sends them on to other hosts, where the run says so.
         """
-        relay = open_relay(self.config, self.address, self.keys) if relays else None
+        follows = relays and self.config.weights.relay > 0 and self.config.weights.path != "shm"
+        relay = open_relay(self.config, self.address, self.keys) if follows else None
         receiver = Receiver(
-            self.config.weights.path,
+            self.config.weights.pulls,
             lambda: self.client.weights_address,
             self.welcome["run_id"],
             keys=self.keys,
             relay=relay,
             delta=self.config.weights.delta,
+            follows=follows,
         )
-        if relay is not None:
-            self.client.send("relay", address=relay.address, key=relay.key)
+        if follows:
+            key = self.keys.public.decode() if self.keys is not None else ""
+            self.client.send("relay", address=relay.address if relay is not None else "", key=key)
         return self.parts.enter_context(contextlib.closing(receiver))
 
     def run(self, loop: Loop, until_stopped: Callable[[], Stop]) -> None:

@@ -4,11 +4,10 @@
     fetch(manifest) ──newest wins──► shm: map the segment, verify each chunk in place
     fileno() readable ◄──────────── zmq: one receiver of the host pulls chunks into a copy, all map and verify it
     ready() ──► Prepared ──► engine.load_weights ──► live
-    follow(parents): whom chunks are pulled from ───── relay: what is here, or coming, is sent on to other hosts
+    follow(parents): whom chunks are pulled from ───── how they come: :mod:`actors.carrier`
 
 A transfer that has begun is finished although a newer version is announced meanwhile: aborting it would starve an actor
 whose transfers take longer than a step. A slot that was overwritten meanwhile is a failure with reason ``superseded``.
-A host that has no room for the copy in its shared memory is told once, and each receiver pulls into its own buffers.
 After any failure the newest version is tried again, at once if a newer one was announced, else after a second; then
 only the chunks that are missing are pulled.
 """
@@ -23,18 +22,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from actors.prepared import OwnBuffers, Prepared
+from actors.carrier import Carrier
+from actors.prepared import Prepared
 from actors.relay import Relay
 from async_rl.curve import ClientKeys
 from async_rl.errors import DeadlineError, WeightsError
 from async_rl.process import host_id
-from async_rl.weights.copies import Copy
-from async_rl.weights.filling import Base, Filling
+from async_rl.weights.filling import Base
 from async_rl.weights.manifest import Manifest
 from async_rl.weights.pull import TransferError
-from async_rl.weights.puller import Puller
 from async_rl.weights.segment import SegmentReader
-from async_rl.weights.share import HostShare
 from async_rl.weights.tree import Parent
 
 _RETRY_S = 1.0
@@ -42,8 +39,8 @@ _IDLE_S = 60.0
 _CLOSE_S = 10.0
 _HEAD_START_S = 0.05
 """For the receiver that sends on; should another one be faster, that sends on when it has all."""
-_PATIENCE = 2.0
-"""Times ``stall_s``: a puller that is alive shows it once in ``stall_s``, whether chunks come or not."""
+_WORD_S = 2.0
+"""For the server to say whom the first version is pulled from; after that it is the learner."""
 
 
 class Receiver:
@@ -57,6 +54,7 @@ class Receiver:
         keys: of a server that lets in only those whom it knows.
         relay: sends on what is here; it is closed with the receiver.
         delta: ask for the difference to the version that is held.
+        follows: :meth:`follow` will be called soon; the first version waits for it a moment.
         host: what this host is called; a benchmark pretends to be several.
     """
 
@@ -70,24 +68,21 @@ class Receiver:
         *,
         relay: Relay | None = None,
         delta: bool = False,
+        follows: bool = False,
         host: str = "",
     ) -> None:
         self._path = path
         self._run_id = run_id
         self._host = host or host_id()
-        self._relay, self._delta = relay, delta
         self._parents: tuple[Parent, ...] = ()
         self._leads = True
+        self._awaits_word = follows
         self._changed = threading.Condition()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
-        self._weights_address = weights_address
-        self._puller = Puller(weights_address(), self._stop, stall_s, keys)
         self._reader = SegmentReader()
         name = f"{run_id}-{host}" if host else run_id
-        self._share = HostShare(name, self._stop, _PATIENCE * stall_s, keep=relay is not None)
-        self._told = False
-        self._buffers = OwnBuffers()
+        self._carrier = Carrier(weights_address, name, self._stop, stall_s, keys, relay=relay, delta=delta)
         self._newest = (-1, -1)
         """Epoch and version."""
         self._wanted: Manifest | None = None
@@ -122,7 +117,7 @@ class Receiver:
             if self._ready is not None and self._ready.manifest.epoch < manifest.epoch:
                 before, self._ready = self._ready, None
                 self._release(before)
-            self._wanted, self._retry_at = manifest, 0.0 if self._leads else time.monotonic() + _HEAD_START_S
+            self._wanted, self._retry_at = manifest, time.monotonic() + self._delay_s()
             self._changed.notify_all()
 
     def follow(self, parents: Sequence[Parent], *, leads: bool = True) -> None:
@@ -132,7 +127,12 @@ class Receiver:
             parents: one for each stripe.
             leads: of the receivers of this host this one is to pull; others let it begin first.
         """
-        self._parents, self._leads = tuple(parents), leads
+        with self._changed:
+            self._parents, self._leads = tuple(parents), leads
+            if self._awaits_word:
+                self._awaits_word = False
+                self._retry_at = time.monotonic() + self._delay_s()
+                self._changed.notify_all()
 
     def ready(self) -> Prepared | None:
         """The prepared version, once; the buffer of the one handed out before it is free from then on. Never blocks."""
@@ -171,13 +171,11 @@ class Receiver:
         os.close(self._stop)
         os.close(self._wake)
         self._reader.close()
-        if self._relay is not None:
-            self._relay.close()
+        self._carrier.keep(())
         for prepared in (self._lent, self._ready):
             if prepared is not None:
                 prepared.release()
-        self._share.close()
-        self._buffers.clear()
+        self._carrier.close()
 
     def _run(self) -> None:
         try:
@@ -194,7 +192,7 @@ class Receiver:
                 self._changed.notify_all()
             os.eventfd_write(self._wake, 1)
         finally:
-            self._puller.close()
+            self._carrier.end()
 
     def _next(self) -> Manifest | None:
         """Wait for a version to prepare; None when closed."""
@@ -202,7 +200,7 @@ class Receiver:
             while not self._closed:
                 delay = self._retry_at - time.monotonic() if self._wanted else _IDLE_S
                 if delay <= 0:
-                    self._working, self._wanted = self._wanted, None
+                    self._working, self._wanted, self._awaits_word = self._wanted, None, False
                     return self._working
                 self._changed.wait(delay)
         return None
@@ -218,49 +216,30 @@ class Receiver:
             return Prepared(manifest=manifest, data=view, transfer_s=time.monotonic() - began, path="shm")
         self._await_room(manifest)
         began = time.monotonic()
-        copy, buffer = self._obtain(manifest)
+        with self._changed:
+            self._keep()
+            parents = self._parents
+        copy, buffer = self._carrier.bring(manifest, parents, self._base, self._in_use)
         if copy is not None:
             manifest = replace(manifest, segment=str(copy.path), host=self._host)
-        return Prepared(manifest=manifest, data=buffer, transfer_s=time.monotonic() - began, path="zmq", copy=copy)
-
-    def _obtain(self, manifest: Manifest) -> tuple[Copy | None, memoryview]:
-        """The bytes over ZeroMQ: the copy of this host, or a buffer of our own."""
-        pulled: list[Filling] = []
-
-        def pull(filling: Filling, pulse: Callable[[], None] = _nothing) -> None:
-            pulled.append(filling)
-            self._pull(filling, pulse)
-
-        with self._changed:
-            self._tell_relay()
-        try:
-            copy = self._share.obtain(manifest, pull)
-        except OSError as error:
-            if not self._told:
-                print(f"weights: no copy for all receivers of this host ({error}); each pulls its own", flush=True)
-                self._told = True
-        else:
-            if self._relay is not None and not pulled:  # another process of this host has pulled it
-                self._relay.offer(Filling.whole(manifest, copy.data))
-            return copy, copy.data
-        with self._changed:
-            in_use = [p.data for p in (self._lent, self._ready) if p is not None]
-        filling = self._buffers.filling(manifest, in_use, keep=self._relay is not None)
-        pull(filling)
-        return None, filling.data
-
-    def _pull(self, filling: Filling, pulse: Callable[[], None]) -> None:
-        filling.lead_from(self._base() if self._delta else None)
-        self._puller.address, self._puller.parents = self._weights_address(), self._parents
-        if self._relay is not None:
-            self._relay.offer(filling)
-        self._puller.fill(filling, pulse, self._relay.news if self._relay is not None else _nothing)
+        return Prepared(
+            manifest=manifest,
+            data=buffer,
+            transfer_s=time.monotonic() - began,
+            path="zmq",
+            copy=copy,
+            received=self._carrier.received,
+        )
 
     def _base(self) -> Base | None:
         """The newest version that is here, which stays while another one is pulled."""
         with self._changed:
             newest = self._ready or self._lent
-            return newest.base if newest is not None and newest.path == "zmq" else None
+        return newest.base if newest is not None and newest.path == "zmq" else None
+
+    def _in_use(self) -> list[memoryview]:
+        with self._changed:
+            return [p.data for p in (self._lent, self._ready) if p is not None]
 
     def _map(self, manifest: Manifest) -> memoryview | None:
         """The segment of this version; None: take ZeroMQ."""
@@ -298,34 +277,36 @@ class Receiver:
             os.eventfd_write(self._wake, 1)  # not after it was taken, when it would wake for nothing
 
     def _release(self, prepared: Prepared | None) -> None:
-        """Nobody reads it any more, nor does anybody pull it from here."""
+        """Nobody reads it any more, nor does anybody pull it from here; called with the lock."""
         if prepared is not None:
-            self._tell_relay()
+            self._keep()
             prepared.release()
 
-    def _tell_relay(self) -> None:
-        """What is served to others is what is in use here; called with the lock."""
-        if self._relay is not None:
-            here = (p.manifest for p in (self._ready, self._lent) if p is not None)
-            self._relay.keep({m.order for m in (*here, self._working) if m is not None})
+    def _keep(self) -> None:
+        """What is sent on to others is what is in use here; called with the lock."""
+        here = (p.manifest for p in (self._ready, self._lent) if p is not None)
+        self._carrier.keep({m.order for m in (*here, self._working) if m is not None})
 
     def _fail(self, manifest: Manifest, error: TransferError) -> None:
         with self._changed:
             self._working = None
+            self._keep()  # what has come stays with us, or its memory is written over
             self.failures[error.reason] += 1
             self.last_failure = str(error)
             if self._wanted is None:
                 self._wanted, self._retry_at = manifest, time.monotonic() + _RETRY_S
+
+    def _delay_s(self) -> float:
+        """From an announcement to the transfer; called with the lock."""
+        if self._awaits_word:
+            return _WORD_S
+        return 0.0 if self._leads else _HEAD_START_S
 
     def _clear_wake(self) -> None:
         try:
             os.eventfd_read(self._wake)
         except BlockingIOError:
             return
-
-
-def _nothing() -> None:
-    """Nobody waits for this transfer."""
 
 
 def _identity(manifest: Manifest | None) -> tuple[tuple[int, int], str] | None:

@@ -7,16 +7,14 @@ Who pulls from whom is the buffer server's decision: see :mod:`async_rl.buffer.r
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Collection
 
 from async_rl.config import RunConfig
 from async_rl.curve import ClientKeys, check_open
 from async_rl.errors import ConfigError, WeightsError
+from async_rl.route import joined, route_to
 from async_rl.weights.filling import Filling
 from async_rl.weights.server import WeightServer
-
-_ANY_PORT = 1
 
 
 class Relay:
@@ -37,8 +35,6 @@ class Relay:
         except WeightsError:
             self._server.close()
             raise
-        self.key = keys.public.decode() if keys is not None else ""
-        """Public key: those who have the same may pull from here."""
         self.counts = self._server.counts
 
     @property
@@ -64,39 +60,20 @@ class Relay:
 
 
 def open_relay(config: RunConfig, server: str, keys: ClientKeys | None) -> Relay | None:
-    """The relay of this process, if it is to have one: on loopback, or on the address that faces the server.
+    """The relay of this process: on loopback, or on the address that faces the server. ``None``: it may not listen.
 
     Args:
-        config: of the run.
+        config: of the run, with ``weights.relay``.
         server: address of the buffer server.
         keys: of this client.
     """
-    if not config.weights.relay or config.weights.path == "shm":
-        return None
     try:
-        bind = f"tcp://{_bracketed(facing(server))}:*"
-        check_open(bind, config.buffer.keys, insecure=config.buffer.insecure)
+        ours, _ = route_to(server)
+        bind = f"tcp://{joined(ours, config.weights.relay_port)}"  # 0: any free port
+        what = f"weights.relay: this process would listen at {bind}"
+        check_open(bind, config.buffer.keys, insecure=config.buffer.insecure, what=what)
         return Relay(bind, keys)
-    except (ConfigError, WeightsError, OSError) as error:
-        print(f"weights: this host sends nothing on, others pull from the learner: {error}", flush=True)
+    except (ConfigError, WeightsError) as error:
+        shared = " (one process of a host has weights.relay_port, and sends on)" if config.weights.relay_port else ""
+        print(f"weights: this process sends nothing on to other hosts: {error}{shared}", flush=True)
         return None
-
-
-def facing(server: str) -> str:
-    """The address of this host from which packets to a server leave; nothing is sent.
-
-    Args:
-        server: ``tcp://HOST:PORT``.
-
-    Raises:
-        OSError: there is no way to it.
-    """
-    host = server.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, _ANY_PORT))  # names a route; the resolver of names has deadlines of its own
-        return str(probe.getsockname()[0])
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

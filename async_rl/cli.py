@@ -78,7 +78,8 @@ Trusted = Annotated[
     bool,
     typer.Option(
         "--trusted-network",
-        help="learner hosts exchange gradients unencrypted (gloo, NCCL): nobody else reaches their network",
+        help="gradients between learner hosts, and weights with weights.path = broadcast, go unencrypted (gloo, NCCL): "
+        "nobody else reaches their network",
     ),
 ]
 
@@ -122,7 +123,7 @@ def learner(
     from async_rl.hosts import LearnerHosts
     from async_rl.launch.interrupts import Interrupts
 
-    settings = _with_keys(overrides, keys, insecure=insecure)
+    settings = _with_keys(overrides, keys, insecure=insecure, trusted=trusted_network)
     hosts = LearnerHosts.of(nnodes, node_rank, rendezvous, trusted=trusted_network)
     with Interrupts() as interrupts:
         if not hosts.is_first:
@@ -149,6 +150,7 @@ def actor(
     ] = 1,
     overrides: Overrides = None,
     keys: Keys = None,
+    trusted_network: Trusted = False,
 ) -> None:
     """Run actors or scorers that serve a learner on another host, or join a run on this one, at any time."""
     from async_rl.launch.interrupts import Interrupts
@@ -156,7 +158,7 @@ def actor(
     with Interrupts() as interrupts:
         from async_rl.launch.actor_host import run_actor
 
-        settings = _with_keys(overrides, keys)
+        settings = _with_keys(overrides, keys, trusted=trusted_network)
         raise typer.Exit(run_actor(source, settings, connect, name, role.value, interrupts, engines))
 
 
@@ -327,13 +329,17 @@ def fetch(what: Annotated[str, typer.Argument(help="smollm2")]) -> None:
     typer.echo(str(fetch_smollm2(cache_dir())))
 
 
-def _with_keys(overrides: list[str] | None, keys: Path | None, *, insecure: bool = False) -> list[str]:
+def _with_keys(
+    overrides: list[str] | None, keys: Path | None, *, insecure: bool = False, trusted: bool = False
+) -> list[str]:
     """The settings that the flags stand for, behind those that were given."""
     settings = list(overrides or [])
     if keys is not None:
         settings.append(f"buffer.keys={json.dumps(str(keys.expanduser().resolve()))}")
     if insecure:
         settings.append("buffer.insecure=true")
+    if trusted:
+        settings.append("weights.trusted_network=true")
     return settings
 
 

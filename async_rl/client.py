@@ -27,7 +27,7 @@ from typing import Any
 from async_rl.connection import Connection
 from async_rl.curve import ClientKeys
 from async_rl.data import Annotation, Group
-from async_rl.errors import DeadlineError
+from async_rl.errors import DeadlineError, HandshakeError
 from async_rl.inbox import Inbox, Message
 from async_rl.process import host_id
 from async_rl.protocol import PROTOCOL_VERSION, Role, is_answer
@@ -83,6 +83,8 @@ class Client:
     ) -> None:
         self.beat_info: Callable[[], dict[str, Any]] = dict
         """Called from the I/O thread: ``timer`` (:meth:`async_rl.timer.StateTimer.drain`), ``in_flight``, ``info``."""
+        self.dismissed: Callable[[HandshakeError], None] = lambda error: None
+        """Called from the I/O thread when the server has let us go: the main thread may be inside a collective."""
         self._address = address
         self._inbox = Inbox()
         self._held: deque[Message] = deque()
@@ -102,7 +104,9 @@ class Client:
             "group": group,
             "base": base,
         }
-        self._line = Connection(address, hello, self._inbox, lambda: self.beat_info(), keys)
+        self._line = Connection(
+            address, hello, self._inbox, lambda: self.beat_info(), keys, lambda error: self.dismissed(error)
+        )
 
     def __enter__(self) -> Client:
         return self
@@ -112,10 +116,15 @@ class Client:
     ) -> None:
         self.close()
 
-    def connect(self, timeout_s: float) -> Header:
+    def connect(self, timeout_s: float, give_up: Callable[[], bool] = lambda: False) -> Header:
         """Say hello and return the ``welcome``.
 
+        Args:
+            timeout_s: longest wait.
+            give_up: looked at meanwhile.
+
         Raises:
+            Stopped: ``give_up`` says so.
             HandshakeError: the server refuses us; its own sentence.
             DeadlineError: nothing answered in time.
         """
@@ -126,6 +135,8 @@ class Client:
                 if header["type"] == "welcome":
                     return {**header, "weights_address": self.weights_address}
                 self._held.append((header, frames))
+            if give_up():
+                raise Stopped("this process was asked to end", False)
         raise DeadlineError(
             f"no answer from {self._address} within {timeout_s:g} s: the learner host is not running, the address is "
             "wrong, or the server has keys (buffer.keys) and does not know ours"

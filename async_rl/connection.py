@@ -27,6 +27,7 @@ from async_rl.inbox import Inbox
 from async_rl.outbox import Outbox, Payload
 from async_rl.process import cpu_seconds, rss_bytes
 from async_rl.protocol import BEATS_PER_PERIOD, SERVER_GONE_S, is_answer
+from async_rl.route import speak_its_family
 from async_rl.wire import (
     LIMITS,
     SCHEMA_VERSION,
@@ -43,10 +44,13 @@ from async_rl.wire import (
 _LINGER_MS = 1000
 _JOIN_S = 5.0
 _IDLE_S = 1.0
-_DISMISSED = ("hello", "replaced", "ahead", "over")
+_DISMISSED = ("hello", "replaced", "ahead", "over", "forsaken")
 _HELLO_AGAIN_S = 5.0
 """A first hello without an answer is said again: a server that died may have taken it with it."""
-_STICKY = ("credit", "live", "relay", "asleep", "next", "trained", "snapshot", "eval", "done", "stop", "muster")
+_STICKY = (
+    *("credit", "live", "relay", "receives", "asleep", "next", "trained", "snapshot", "eval", "done", "stop"),
+    "muster",
+)
 """Messages whose newest one is sent again after a break; ``live`` ends ``asleep``. ``stop`` is the user's wish."""
 _ANSWERS = {
     "shard": ("next",),
@@ -79,6 +83,7 @@ class Connection:
         inbox: where messages for the main thread go.
         beat_info: fields of the next beat; called from the thread.
         keys: of a server that lets in only those whom it knows.
+        dismissed: told when the server has let us go; called from the thread.
     """
 
     def __init__(
@@ -88,12 +93,14 @@ class Connection:
         inbox: Inbox,
         beat_info: Callable[[], dict[str, Any]],
         keys: ClientKeys | None = None,
+        dismissed: Callable[[HandshakeError], None] = lambda error: None,
     ) -> None:
         self._address = address
         self._keys = keys
         self._hello = hello
         self._inbox = inbox
         self._beat_info = beat_info
+        self._dismissed = dismissed
         self.weights_address = ""
         """Of the chunk server, as the newest welcome said it."""
         self._outbox = Outbox()
@@ -169,6 +176,7 @@ class Connection:
             self._socket.setsockopt(zmq.MAXMSGSIZE, LIMITS.frame_bytes)
             if self._keys is not None:
                 secure_client(self._socket, self._keys)
+            speak_its_family(self._socket, self._address)
             self._socket.connect(self._address)
             self._serve()
         except zmq.Again:
@@ -263,8 +271,12 @@ class Connection:
 
     def _refused(self, header: Header) -> None:
         code, reason = str(header.get("code")), str(header.get("reason"))
-        if code != "hello_first":
-            self._end(HandshakeError(reason, code) if code in _DISMISSED else WireError(code, reason))
+        if code in _DISMISSED:
+            error = HandshakeError(reason, code)
+            self._dismissed(error)
+            self._end(error)
+        elif code != "hello_first":
+            self._end(WireError(code, reason))
         elif self._joined:
             self._joined, self._next_beat = False, 0.0
 

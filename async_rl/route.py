@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
+
+import zmq
 
 from async_rl.errors import ConfigError
 
@@ -16,6 +19,12 @@ def parted(address: str) -> tuple[str, int]:
 def joined(host: str, port: int) -> str:
     """``HOST:PORT``, the reverse of :func:`parted`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def speak_its_family(connection: zmq.Socket[Any], address: str) -> None:
+    """Before a ZeroMQ socket is bound or connected: IPv6 must be switched on, and names stand for IPv4 without."""
+    if "[" in address:
+        connection.set(zmq.IPV6, 1)
 
 
 def route_to(address: str) -> tuple[str, str]:

@@ -19,7 +19,10 @@
 | ledger        | issued, open, scoring, ready, delivered, trained, filtered, failed                         |
 | stages        | per stage that scorers serve: annotated, groups_per_s, failed, returned; see :func:`scoring` |
 | weights       | bytes, publish_s, transfer_s, commit_s (means), versions; pause_s (median) and pause_share: |
-|               | how long swaps kept actors from decoding                                                  |
+|               | how long swaps kept actors from decoding. Where versions are broadcast: broadcasts_sent and |
+|               | _failed, places in them _offered and _received. Over the network: learner_bytes,            |
+|               | relay_bytes (who sent them), chunks, delta_chunks, failed_deltas, relays_left; see          |
+|               | :mod:`async_rl.weights.pull`                                                              |
 | versions_of   | torch, vllm, transformers, python, async_rl                                                |
 | cpu_s         | user and system seconds per process, children included                                     |
 | restarts      | per process that was started again                                                         |

@@ -21,6 +21,7 @@ from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.models import resolve_model
 from learner.adapter import peft_config
+from learner.checkpoint import ContractError
 from learner.flat import FlatParameters, view_of
 
 _FOLDER, _TENSORS, _BASE = "adapter", "adapter_model.safetensors", "async_rl_base"
@@ -50,7 +51,8 @@ def load_adapter(checkpoint: Path, flat: FlatParameters, config: Config) -> None
         config: of the run.
 
     Raises:
-        ConfigError: it is missing, damaged, of another shape, or was trained on another base.
+        ConfigError: it is missing, damaged, or of another shape.
+        ContractError: it was trained on another base.
     """
     file = checkpoint / _FOLDER / _TENSORS
     slots = {FILE_PREFIX + published_name(slot.name): slot for slot in flat.slots("policy")}
@@ -68,7 +70,7 @@ def load_adapter(checkpoint: Path, flat: FlatParameters, config: Config) -> None
 
 def _check_base(file: Path, trained_on: str, base: str) -> None:
     if trained_on != base:
-        raise ConfigError(
+        raise ContractError(
             f"{file} was trained on a model with the checksum {trained_on!r}, model.path has {base!r} now: put "
             "the model back that the run began with"
         )

@@ -144,7 +144,7 @@ def read_state(checkpoint: Path, config: RunConfig) -> TrainerState:
         step=found["step"], trained=float(found["trained"]), contract=found["contract"], numbers=numbers
     )
     if state.contract != config.contract_hash():
-        what = "environment, observations, networks" if config.is_control else "model, task, sampling"
+        what = "environment, observations, networks" if config.is_control else "model, adapter, task, sampling"
         raise ContractError(
             f"{checkpoint} belongs to a run with another {what} or seed; resume with the config.toml of its run folder"
         )

@@ -180,7 +180,7 @@ class LearnerGroup:
         mine = vector[self.rank * each : (self.rank + 1) * each]
         with self._together("the exchange of updated slices"):
             # NCCL gathers in place, gloo does not say so
-            dist.all_gather_into_tensor(vector[: self.world * each], mine if mine.is_cuda else mine.clone())
+            dist.all_gather_single(vector[: self.world * each], mine if mine.is_cuda else mine.clone())
 
     def gather_parts(self, first: int, values: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """On rank 0 the parts of all ranks, with the numbers that they pass beside them; on the others nothing.

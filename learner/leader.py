@@ -1,6 +1,7 @@
 """What rank 0 does beside training: publish versions, tell the server, log, write checkpoints.
 
 step trained ─► stage: Publisher, manifest ─► announce: trained(step) ─► server ─► books ─► metrics.jsonl
+                                                                 └─ who receives ─► broadcast, where the run says so
 all trained  ─► checkpoint ─► done ─► server: last evaluation ─► stop ─► its figures ─► metrics.jsonl
 """
 
@@ -21,6 +22,7 @@ from async_rl.runfolder import RunFolder
 from async_rl.timer import StateTimer
 from async_rl.weights.manifest import Manifest
 from async_rl.wire import Header
+from learner.broadcaster import Broadcaster
 from learner.checkpoint import CheckpointError, Checkpoints, TrainerState
 from learner.domain import Domain
 from learner.publisher import Publisher
@@ -45,6 +47,7 @@ class Leader:
         domain: what is trained.
         timer: told when this process publishes and checkpoints.
         start: version that the run starts with.
+        broadcaster: sends versions to all engines, where the run says so; it is closed with the leader.
     """
 
     def __init__(
@@ -58,8 +61,12 @@ class Leader:
         domain: Domain,
         timer: StateTimer,
         start: int,
+        broadcaster: Broadcaster | None = None,
     ) -> None:
         self._config = config
+        self._broadcaster = broadcaster
+        self._receivers: tuple[Manifest, str, int] | None = None
+        """What is to be broadcast, with the name and the size of the group."""
         self._client = client
         self._domain = domain
         self._timer = timer
@@ -93,10 +100,40 @@ class Leader:
         seconds = self._publisher.publish_s
         with self._timer.during("publishing"):
             wire, stats = manifest.to_wire(), {"publish_s": seconds}
-            header, _ = self._client.request("trained", "trained", step=step, manifest=wire, stats=stats)
+            told: dict[str, Any] = {"sends": self._broadcaster.terms} if self._broadcaster else {}
+            header, _ = self._client.request("trained", "trained", step=step, manifest=wire, stats=stats, **told)
         self.stopping = header["stopping"]
+        place = header.get("broadcast", {"world": 1})
+        self._receivers = (manifest, place["group"], place["world"]) if place["world"] > 1 else None
         metrics: Metrics = {f"books/{name}": float(count) for name, count in header["books"].items()}
         return metrics | {"time/publish_s": seconds}
+
+    @property
+    def has_receivers(self) -> bool:
+        """Whether the announced version is to be broadcast: they wait."""
+        return self._receivers is not None
+
+    def broadcast(self) -> Metrics:
+        """Send the announced version to those that wait for it; what goes wrong is told to the server.
+
+        Returns:
+            The seconds that it took, at most about ``weights.broadcast_s``.
+        """
+        if self._receivers is None or self._broadcaster is None:
+            raise RuntimeError("broadcast() without receivers")
+        (manifest, group, world), self._receivers = self._receivers, None
+        with self._timer.during("publishing"):
+            sent = self._broadcaster.send(manifest, group, world, self._domain.flat.pieces())
+        if sent.error:
+            print(f"version {manifest.version} was not broadcast: {sent.error}", file=sys.stderr, flush=True)
+        self._client.send(
+            "broadcast",
+            epoch=manifest.epoch,
+            version=manifest.version,
+            missing=list(sent.missing),
+            error=sent.error,
+        )
+        return {"time/broadcast_s": sent.seconds}
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Write the metrics line of a step."""
@@ -165,6 +202,8 @@ class Leader:
         """Flush the metrics and unlink the weight segments."""
         self._metrics.close()
         self._publisher.close()
+        if self._broadcaster is not None:
+            self._broadcaster.close()
 
     def _warn(self, trouble: str) -> None:
         """Say what keeps a checkpoint from being written, once in our log, and to the server; empty: nothing more."""

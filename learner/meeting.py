@@ -9,23 +9,23 @@ unpickled.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from async_rl.client import Client, Stopped
 from async_rl.config import RunConfig
 from async_rl.config.shared import shared_settings
 from async_rl.curve import ClientKeys
-from async_rl.errors import AsyncRLError, ConfigError, StartAgainError
+from async_rl.errors import AsyncRLError, HandshakeError, StartAgainError
+from async_rl.interfaces import interface_of, listen, use_interface
 from async_rl.route import joined, parted, route_to
 
 SERVER_TIMEOUT_S = 600.0
@@ -33,8 +33,6 @@ SERVER_TIMEOUT_S = 600.0
 STORE_TIMEOUT_S = 60.0
 """Ranks that have mustered are all alive: they are in the store within this time."""
 _INTERFACES = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
-_GET_ADDRESS = 0x8915
-"""SIOCGIFADDR."""
 
 Meet = Callable[[int, int], dist.Store]
 """(rank, world) ─► the store with which the process group is made."""
@@ -56,21 +54,23 @@ class Muster:
     Args:
         server: address of the buffer server, ``tcp://HOST:PORT``, as this host reaches it.
         config: the run.
+        group: what all ranks must have in common beside the configuration, see :func:`kind_of_group`.
         ended: whether this process was asked to end.
     """
 
     server: str
     config: RunConfig
+    group: str
     ended: Callable[[], bool]
 
     def __call__(self, rank: int, world: int) -> dist.Store:
         """Wait for the others at the server, then in the store of rank 0.
 
         Raises:
-            HandshakeError: the server refuses us: another configuration, or a number that is taken.
+            HandshakeError: the server refuses us: another configuration, a number that is taken, the run is over.
             DeadlineError: the server, or the other ranks, did not come in time.
             StartAgainError: one of them died just now.
-            AsyncRLError: the run has ended meanwhile.
+            AsyncRLError: the run has failed meanwhile, or this process was asked to end.
             ConfigError: there is no way to the server, or no interface has the address from which we reach it.
         """
         here, _ = route_to(self.server)
@@ -87,63 +87,30 @@ class Muster:
         contract, keys = config.contract_hash(), ClientKeys.of(config.buffer.keys)
         with Client(self.server, "recruit", name, contract, rank=rank, world=world, keys=keys) as client:
             try:
-                client.connect(SERVER_TIMEOUT_S)
+                client.connect(SERVER_TIMEOUT_S, self.ended)
                 header, _ = client.request(
                     "muster",
                     "mustered",
                     config.learner.step_deadline_s,
                     self.ended,
                     settings=shared_settings(config),
+                    group=self.group,
                     store=mine,
                 )
             except Stopped as stop:
-                raise AsyncRLError(f"rank {rank}: the run ended: {stop.reason}") from None
+                why = f"rank {rank}: the run ended before all ranks were there: {stop.reason}"
+                if stop.error or self.ended():
+                    raise AsyncRLError(why) from None
+                raise HandshakeError(why, "over") from None
         return str(header["store"])
 
 
-def listen(host: str) -> socket.socket:
-    """A socket on a free port of this address alone; torch's own would be open on all interfaces."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family)
-    try:
-        listening.bind((host, 0))
-        listening.listen(1024)
-    except OSError:
-        listening.close()
-        raise
-    return listening
+def kind_of_group(hosts: int, device: torch.device) -> str:
+    """What ranks must have in common although no setting says so: ``2 hosts, cpu, torch 2.13.0``.
 
-
-def interface_of(address: str) -> str:
-    """Name of the network interface that has this address.
-
-    Raises:
-        ConfigError: none has.
+    Another backend, or another version of it, would fail in the first collective with a message about neither.
     """
-    for name, found in _addresses():
-        if found == address:
-            return name
-    raise ConfigError(
-        f"no network interface has the address {address}: name the one that leads to the other learner hosts in "
-        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-    )
-
-
-def _addresses() -> list[tuple[str, str]]:
-    """Interfaces with their addresses."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has no IPv4 address
-                continue
-            found.append((name, socket.inet_ntop(socket.AF_INET, answer[20:24])))
-    table = Path("/proc/net/if_inet6")
-    for line in table.read_text().splitlines() if table.is_file() else ():
-        digits, *_, name = line.split()
-        found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
-    return found
+    return f"{hosts} hosts, {device.type}, torch {torch.__version__}"
 
 
 def _open_store(host: str, port: int, rank: int, world: int, listening: socket.socket | None) -> dist.Store:
@@ -163,9 +130,3 @@ def _open_store(host: str, port: int, rank: int, world: int, listening: socket.s
             f"a firewall between the learner hosts closes ports ({said[:160]})"
         ) from None
     return store
-
-
-def use_interface(name: str) -> None:
-    """Have gloo and NCCL talk over this interface, unless the user has chosen another."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without the sign: all whose names begin so

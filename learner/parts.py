@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -23,6 +23,8 @@ from learner.group import LearnerGroup
 Part = tuple[str, int, torch.Tensor]
 """Tensor, first element in it, values on any device, contiguous."""
 
+BLOCK = 1 << 24
+"""Elements that each rank sends at a time: rank 0 holds so many of every rank, whatever a tensor's size."""
 _ITEM = 4
 
 
@@ -53,16 +55,14 @@ def write_parts(file: Path, parts: Iterable[Part], group: LearnerGroup) -> None:
     """
     if group.hosts == 1:
         _write(file, parts)
-    elif group.rank == 0:
-        gathered = ((name, at, got) for name, first, mine in parts for at, got in group.gather_parts(first, mine.cpu()))
-        try:
-            _write(file, gathered)
-        finally:
-            for _ in gathered:  # the others send all they have, whether the disk is full or not
-                pass
-    else:
-        for _, first, values in parts:
-            group.gather_parts(first, values.cpu())
+        return
+    sent = _sent(parts, group)
+    try:
+        if group.rank == 0:
+            _write(file, sent)
+    finally:
+        for _ in sent:  # all send all they have, whether rank 0's disk is full or not
+            pass
 
 
 def read_part(file: Path, name: str, first: int, count: int) -> torch.Tensor:
@@ -78,6 +78,15 @@ def read_part(file: Path, name: str, first: int, count: int) -> torch.Tensor:
         stream.seek(entry.start + _ITEM * first)
         data = bytearray(stream.read(_ITEM * count))
     return torch.frombuffer(data, dtype=torch.float32) if count else torch.empty(0)
+
+
+def _sent(parts: Iterable[Part], group: LearnerGroup) -> Iterator[Part]:
+    """On rank 0 the parts of all ranks, block by block; on the others nothing, who send theirs meanwhile."""
+    for name, first, values in parts:
+        mine = values.detach().flatten()
+        for start in range(0, group.max_over_ranks(mine.numel()), BLOCK):
+            for place, block in group.gather_parts(first + start, mine[start : start + BLOCK].cpu()):
+                yield name, place, block
 
 
 def _write(file: Path, parts: Iterable[Part]) -> None:

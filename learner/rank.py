@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,19 +23,22 @@ from async_rl.base_checksum import base_of
 from async_rl.client import Client, Stopped
 from async_rl.config import RunConfig
 from async_rl.curve import ClientKeys
-from async_rl.errors import AsyncRLError, HandshakeError, StartAgainError
+from async_rl.errors import AsyncRLError, DeadlineError, HandshakeError, StartAgainError
 from async_rl.hosts import own_folder
-from async_rl.process import die_with_parent, spare_what_is_loaded
+from async_rl.process import die_with_parent, leave, spare_what_is_loaded
 from async_rl.timer import StateTimer
+from learner.broadcaster import choose_interface, open_broadcaster
 from learner.domain import Domain
 from learner.group import LearnerGroup, read_placement
-from learner.leader import Leader
-from learner.meeting import Muster, meet_in_a_file
+from learner.leader import FINISH_TIMEOUT_S, Leader
+from learner.meeting import Muster, kind_of_group, meet_in_a_file
 from learner.shipping import discard
 from learner.start import Start, find_start
 from learner.trainer import Trainer
 
 CONNECT_TIMEOUT_S = 60.0
+_LOOK_S = 0.5
+"""How often it is looked whether this process was asked to end."""
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -75,7 +80,10 @@ def main(read: Callable[[str], C], build: Callable[[C, Rank], Domain]) -> None:
     signal.signal(signal.SIGTERM, lambda number, _: terminations.append(number))
     config = read(args.config)
     placement = read_placement(os.environ, config.learner.ranks, config.device, args.nnodes, args.node_rank)
-    meet = Muster(args.connect, config, lambda: bool(terminations)) if args.nnodes > 1 else meet_in_a_file
+    kind = kind_of_group(args.nnodes, placement.device)
+    if args.node_rank == 0:
+        choose_interface(config)
+    meet = Muster(args.connect, config, kind, lambda: bool(terminations)) if args.nnodes > 1 else meet_in_a_file
     group = LearnerGroup(placement, config.learner.timeout_s, meet)
     rank = Rank(group=group, timer=StateTimer(), out=own_folder(args.out, args.node_rank))
     name = f"learner{group.rank}"
@@ -93,20 +101,30 @@ def main(read: Callable[[str], C], build: Callable[[C, Rank], Domain]) -> None:
         base=base_of(config),
     ) as client:
         client.beat_info = lambda: {"timer": rank.timer.drain()}
+        client.dismissed = lambda error: leave_if_forsaken(name, error)
         try:
             welcome = client.connect(CONNECT_TIMEOUT_S)
             run(config, rank, build, start, client, welcome, lambda: bool(terminations))
         except StartAgainError:
             raise
         except HandshakeError as error:
-            if error.code in ("ahead", "replaced"):
+            if error.code in ("ahead", "replaced", "forsaken"):
                 raise StartAgainError(f"{name}: {error}") from None
             raise
         except Stopped as stop:
             raise AsyncRLError(f"{name}: the run ended: {stop.reason}") from None
         except Exception as error:
+            if isinstance(error, DeadlineError) and args.node_rank > 0:  # the cable, or the server, may come back
+                raise StartAgainError(f"{name}: {error}") from None
             client.send("fatal", reason=f"{name}: {error or type(error).__name__}")
             raise
+
+
+def leave_if_forsaken(name: str, error: HandshakeError) -> None:
+    """End this process, in whatever collective its main thread is, if the server says that nobody will join it."""
+    if error.code == "forsaken":
+        print(f"async-rl: {name}: {error}", file=sys.stderr, flush=True)
+        leave(StartAgainError.exit_code)
 
 
 def run(
@@ -143,6 +161,7 @@ def run(
             domain=domain,
             timer=timer,
             start=state.step,
+            broadcaster=open_broadcaster(config, group.device),
         )
     trainer = Trainer(
         config=config,
@@ -157,6 +176,8 @@ def run(
     spare_what_is_loaded()
     try:
         completed = train(trainer, leader)
+        if group.rank != group.local_rank:
+            await_end(client, config.learner.step_deadline_s + FINISH_TIMEOUT_S, terminated)
     finally:
         if leader:
             leader.close()
@@ -171,3 +192,27 @@ def train(trainer: Trainer, leader: Leader | None) -> bool:
     if leader:
         leader.finish(trainer.state, stopped=not completed)
     return completed
+
+
+def await_end(client: Client, timeout_s: float, terminated: Callable[[], bool]) -> None:
+    """On a further host, stay until the run has ended: if rank 0 dies over the last checkpoint all must begin again.
+
+    Args:
+        client: of this rank.
+        timeout_s: longest wait; the server's own deadlines are shorter.
+        terminated: whether this process was asked to end.
+
+    Raises:
+        AsyncRLError: the run has failed.
+        HandshakeError: all begin again.
+        DeadlineError: the server is gone, or says nothing.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not terminated():
+        if (left_s := deadline - time.monotonic()) <= 0:
+            raise DeadlineError(f"the server did not end the run within {timeout_s:g} s of this rank's last step")
+        ends = [h for h, _ in client.receive(min(left_s, _LOOK_S)) if h["type"] == "stop" and "step" not in h]
+        if ends and ends[0]["error"]:
+            raise AsyncRLError(f"the run failed: {ends[0]['reason']}")
+        if ends:
+            return

@@ -29,8 +29,8 @@ class Scalars:
             self._views[name] += value
 
     def read(self) -> Totals:
-        """Copy all sums out (one transfer from the device)."""
-        parts = self._tail.double().cpu().split(list(self._sizes.values()))
+        """Copy all sums out (one transfer from the device); they stay when the tail is cleared."""
+        parts = self._tail.to("cpu", torch.float64, copy=True).split(list(self._sizes.values()))
         return {
             name: part.squeeze(0) if len(part) == 1 else part for name, part in zip(self._sizes, parts, strict=True)
         }

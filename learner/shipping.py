@@ -21,6 +21,7 @@ from learner.group import LearnerGroup
 BLOCK_BYTES = 64 << 20
 RECEIVED = "received"
 """Folder of what came from rank 0, in the host's own folder; it goes again once it is loaded."""
+_MARKER = ".life_"
 _OF_THE_SERVER = ("ledger.json", "groups.bin")
 
 
@@ -53,8 +54,10 @@ def discard(group: LearnerGroup, own: Path) -> None:
 
 def _shares(group: LearnerGroup, folder: Path, life: str) -> bool:
     """Whether this rank sees what rank 0 writes into the folder."""
-    marker = folder / f".life_{life}"
+    marker = folder / f"{_MARKER}{life}"
     if group.rank == 0:
+        for stale in folder.glob(f"{_MARKER}*"):  # of a life that ended just then
+            stale.unlink()
         marker.touch()
     group.all_agree(True)  # it is there now
     found = marker.exists()

@@ -80,23 +80,21 @@ def newest(config: RunConfig, out: Path, build: Build) -> tuple[Path | None, Dom
     Of one that only all ranks can load together the tensor files are looked at, and no domain is made.
 
     Raises:
-        ConfigError: they belong to another configuration, or there are some and none can be loaded.
+        ConfigError: they belong to another configuration, there are some and none can be loaded, or not even a new run
+            could begin (a model that is gone): then no checkpoint is to blame.
     """
     problem = ""
     for folder in _folders(out):
         try:
-            _check_files(folder)
-            read_state(folder, config)
-            journal.load(folder)
-            if config.sharded:  # it takes all ranks to load it
-                _check_tensors(folder)
-                return folder, None
-            return folder, load(folder, build)
+            return folder, _tried(folder, config, build)
         except (ContractError, SchemaError):
             raise
         except ConfigError as error:
-            problem = problem or str(error)
-            _set_aside(folder, error)
+            fault = str(error)
+        if not config.sharded:
+            build(None)
+        problem = problem or fault
+        _set_aside(folder, fault)
     if problem:
         raise ConfigError(
             f"no checkpoint in {out / FOLDER} can be loaded; the newest: {problem}; restore one, or remove the folder "
@@ -114,6 +112,17 @@ def load(folder: Path, build: Build) -> Domain:
     domain = build(folder)
     domain.load(folder)
     return domain
+
+
+def _tried(folder: Path, config: RunConfig, build: Build) -> Domain | None:
+    """The domain of a checkpoint; ``None``: it takes all ranks to load it, and its files are sound."""
+    _check_files(folder)
+    read_state(folder, config)
+    journal.load(folder)
+    if not config.sharded:
+        return load(folder, build)
+    _check_tensors(folder)
+    return None
 
 
 def _folders(out: Path) -> Iterator[Path]:
@@ -139,12 +148,12 @@ def _check_tensors(folder: Path) -> None:
         read_entries(file)
 
 
-def _set_aside(folder: Path, error: ConfigError) -> None:
+def _set_aside(folder: Path, fault: str) -> None:
     """Under a name that nobody takes for a checkpoint: it must neither be chosen again nor crowd out good ones."""
     aside = folder.with_name(f"damaged_{folder.name}_{os.getpid()}")
     try:
         folder.rename(aside)
         where = f"it is now {aside.name}"
-    except OSError as fault:
-        where = f"it could not be renamed ({fault.strerror})"
-    print(f"async-rl: warning: checkpoint skipped, {where}: {error}", file=sys.stderr, flush=True)
+    except OSError as error:
+        where = f"it could not be renamed ({error.strerror})"
+    print(f"async-rl: warning: checkpoint skipped, {where}: {fault}", file=sys.stderr, flush=True)

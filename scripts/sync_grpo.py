@@ -166,6 +166,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/sync"))
     args = parser.parse_args()
     config = load_config(args.config, args.overrides)
+    if config.sharded:
+        parser.error("learner.strategy = 'fsdp' shares a model among processes, this is one: set it to 'flat'")
     args.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the segments are freed
     run = SyncRun(config)

@@ -1,11 +1,8 @@
-"""A cluster of this machine: `sbatch`, `srun` and `scontrol` as scripts that take the options of the real ones."""
+"""A cluster of this machine: `sbatch`, `srun`, `scancel`, `scontrol` as scripts with the options of the real ones."""
 
 import os
 import sys
 from pathlib import Path
-
-NODES = {"0": "localhost", "1": "localhost localhost"}
-"""Nodes of each component, as the fake controller names them."""
 
 SCONTROL = """\
 [ "$1 $2" = "show hostnames" ] || { echo "scontrol: what?" >&2; exit 1; }
@@ -21,23 +18,22 @@ case "$*" in *--test-only*)
   fi
   echo "sbatch: Job 7 to start at 2026-01-01T00:00:00 using 3 processors on nodes localhost" >&2; exit 0 ;;
 esac
-echo "$@" >>"$FAKE/sbatch.log"
+printf '%s\\n' "$@" >>"$FAKE/sbatch.log"
 echo "7;cluster"
 """
 
-# Each task in turn gets its number; signals reach it, as those to srun do.
+# Each task in turn gets its number. As the real one it kills its tasks when it is told to end itself.
 SRUN = """\
-echo "$@" >>"$FAKE/srun.log"
-nodes=1
+group=0 nodes=1
 while [ "${1#--}" != "$1" ]; do
-  case "$1" in --het-group=0) nodes="${FAKE_LEARNERS:-1}" ;; esac
+  case "$1" in --het-group=*) group="${1#*=}" ;; --nodes=*) nodes="${1#*=}" ;; esac
   shift
 done
 pids=()
-asked=
-trap 'asked=yes; kill -TERM "${pids[@]}" 2>/dev/null' TERM INT
-for ((node = 0; node < nodes; node++)); do SLURM_NODEID=$node SLURM_PROCID=$node "$@" & pids+=($!); done
-[ -z "$asked" ] || kill -TERM "${pids[@]}"
+trap 'echo "srun: forcing job termination" >&2; kill -KILL "${pids[@]}" 2>/dev/null' TERM INT
+for ((node = 0; node < nodes; node++)); do
+  SLURM_NODEID=$node bash -c 'echo $$ >>"$FAKE/tasks.$0"; exec "$@"' "$group" "$@" & pids+=($!)
+done
 code=0
 for pid in "${pids[@]}"; do
   wait "$pid"; ended=$?
@@ -47,11 +43,22 @@ done
 exit "$code"
 """
 
+# Signals the tasks of a component; those of the whole job by the number of its first one.
+SCANCEL = """\
+[ "$1" = "--signal=TERM" ] || { echo "scancel: what?" >&2; exit 1; }
+groups=(0 1)
+[ "$2" = "$SLURM_JOB_ID" ] || groups=(1)
+for group in "${groups[@]}"; do
+  [ ! -f "$FAKE/tasks.$group" ] || xargs -r kill -TERM <"$FAKE/tasks.$group" 2>/dev/null
+done
+exit 0
+"""
+
 
 def install(folder: Path) -> dict[str, str]:
     """Put the commands into a folder; the environment in which they are found."""
     folder.mkdir(exist_ok=True)
-    for name, body in (("scontrol", SCONTROL), ("sbatch", SBATCH), ("srun", SRUN)):
+    for name, body in (("scontrol", SCONTROL), ("sbatch", SBATCH), ("srun", SRUN), ("scancel", SCANCEL)):
         command = folder / name
         command.write_text(f"#!/usr/bin/env bash\n{body}")
         command.chmod(0o755)
@@ -63,11 +70,12 @@ def install(folder: Path) -> dict[str, str]:
     }
 
 
-def job_environment(folder: Path, number: int) -> dict[str, str]:
-    """What Slurm tells the script of a heterogeneous job."""
+def job_environment(folder: Path, number: int, actors: int = 2) -> dict[str, str]:
+    """What Slurm tells the script of a heterogeneous job with so many actor nodes; all of them are this one."""
     return {
         **install(folder),
         "SLURM_JOB_ID": str(number),
-        "SLURM_JOB_NODELIST_HET_GROUP_0": NODES["0"],
-        "SLURM_JOB_NODELIST_HET_GROUP_1": NODES["1"],
+        "SLURM_JOB_ID_HET_GROUP_1": str(number + 1),
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "localhost",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": " ".join(["localhost"] * actors),
     }

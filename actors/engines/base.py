@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from async_rl.weights.manifest import Manifest
+from async_rl.weights.offer import Offer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,3 +122,23 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free everything, child processes included."""
+
+
+@runtime_checkable
+class BroadcastEngine(Protocol):
+    """What an engine has beside, if its workers can receive a version from the learner's device."""
+
+    def devices(self) -> list[str]:
+        """Of its workers, in order; see :func:`async_rl.weights.channel.device_name`."""
+
+    def receive_weights(self, manifest: Manifest, offer: Offer) -> str:
+        """Take a version by broadcast between two steps, as :meth:`Engine.load_weights` does from memory.
+
+        Args:
+            manifest: what was published.
+            offer: the place of its first worker.
+
+        Raises:
+            WeightsError: it did not begin, and the version before goes on; or it broke off, or is not what was
+                published: then nothing is proven.
+        """

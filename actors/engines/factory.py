@@ -80,5 +80,6 @@ def _vllm(config: Config, model_path: Path, name: str) -> Engine:
         seed=fresh_seed(config.seed, name),
         kv_cache=config.actors.kv_cache,
         lora=config.lora if config.lora.is_on else None,
+        broadcast=config.weights.path == "broadcast",
         sleep_mode=config.actors.placement == "colocated",
     )

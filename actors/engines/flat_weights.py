@@ -7,7 +7,7 @@ published bytes ──copy──► flat [nbytes] ──xxh3 per chunk──► 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 
 from async_rl.errors import WeightsError
 from async_rl.weights.manifest import Manifest, Tensor, chunk_checksums, combine, copy_checksum
+from async_rl.weights.offer import blocks
 
 _STAGE_BYTES = 64 << 20
 """Bytes per copy from host to device."""
@@ -41,9 +42,7 @@ class FlatWeights:
         """
         if data.nbytes != manifest.nbytes:
             raise WeightsError(f"version {manifest.version}: {data.nbytes} bytes, the manifest says {manifest.nbytes}")
-        if manifest.tensors != self._layout or self._flat.numel() != manifest.nbytes:
-            check_layout(self._parameters, manifest)
-            self._bind(manifest)
+        self.fit(manifest)
         if self._flat.device.type == "cpu":
             held = memoryview(self._flat.numpy())
             self._chunks = tuple(
@@ -55,6 +54,25 @@ class FlatWeights:
         for start in range(0, manifest.nbytes, _STAGE_BYTES):
             part = source[start : start + _STAGE_BYTES].copy()
             self._flat[start : start + len(part)].copy_(torch.from_numpy(part))
+        return self._hash(manifest)
+
+    def fit(self, manifest: Manifest) -> None:
+        """Give the tensors their places of this version.
+
+        Raises:
+            WeightsError: it is not of the model; nothing is changed.
+        """
+        if manifest.tensors != self._layout or self._flat.numel() != manifest.nbytes:
+            check_layout(self._parameters, manifest)
+            self._bind(manifest)
+
+    def receive(self, manifest: Manifest, take: Callable[[torch.Tensor], None]) -> str:
+        """As :meth:`load`, once it was made to :meth:`fit`; ``take`` writes each block where it belongs."""
+        for begin, end in blocks(manifest.tensors, manifest.nbytes):
+            take(self._flat[begin:end])
+        return self._hash(manifest)
+
+    def _hash(self, manifest: Manifest) -> str:
         self._chunks = chunk_checksums(memoryview(self._flat.cpu().numpy()), manifest.chunk_bytes)
         return combine(self._chunks)
 

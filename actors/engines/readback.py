@@ -9,7 +9,7 @@ The proof reads the engine's own memory once and nothing else, so that it holds 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +31,7 @@ def tensors(manifest: Manifest, data: memoryview) -> Iterator[tuple[str, torch.T
     """``(name, tensor)`` of everything published, as views of ``data``."""
     flat = torch.frombuffer(data, dtype=torch.uint8)
     for t in manifest.tensors:
-        yield t.name, flat[t.offset : t.offset + t.nbytes].view(_DTYPES[t.dtype]).view(t.shape)
+        yield t.name, _view(flat[t.offset :], t)
 
 
 def place(model: Any, manifest: Manifest, padded: frozenset[str]) -> Places:
@@ -108,8 +108,33 @@ def load(model: Any, manifest: Manifest, data: memoryview) -> None:
     Raises:
         WeightsError: the model refuses them; some may have been written.
     """
+    _load(model, manifest, tensors(manifest, data))
+
+
+def load_block(model: Any, manifest: Manifest, block: torch.Tensor, begin: int) -> None:
+    """The same for the tensors of one block of the flat bytes.
+
+    Args:
+        model: vLLM's model.
+        manifest: what was published.
+        block: uint8, on any device, with whole tensors.
+        begin: its first byte in the flat bytes.
+
+    Raises:
+        WeightsError: the model refuses them.
+    """
+    inside = (t for t in manifest.tensors if begin <= t.offset < begin + block.numel())
+    _load(model, manifest, ((t.name, _view(block[t.offset - begin :], t)) for t in inside))
+
+
+def _view(data: torch.Tensor, tensor: Tensor) -> torch.Tensor:
+    """The tensor with which these bytes begin."""
+    return data[: tensor.nbytes].view(_DTYPES[tensor.dtype]).view(tensor.shape)
+
+
+def _load(model: Any, manifest: Manifest, named: Iterator[tuple[str, torch.Tensor]]) -> None:
     try:
-        model.load_weights(tensors(manifest, data))
+        model.load_weights(named)
     except Exception as error:  # a boundary: vLLM's loaders raise anything
         raise WeightsError(f"version {manifest.version}: vLLM does not take it: {error!r}") from error
 
@@ -129,19 +154,47 @@ def prove(model: Any, manifest: Manifest, data: memoryview, places: Places) -> s
     Raises:
         WeightsError: it is not, naming the first chunk that differs and its tensors.
     """
-    hasher = _ChunkHasher(manifest.chunk_bytes)
-    position = 0
-    for tensor in _in_order(manifest):
-        hasher.update(data[position : tensor.offset])
-        for part in _host_bytes(_held(model, tensor, places)):
-            hasher.update(part)
-        position = tensor.offset + tensor.nbytes
-    hasher.update(data[position : manifest.nbytes])
-    chunks = hasher.finish()
+    chunks = _hash(model, manifest, places, lambda begin, end: data[begin:end])
     for index, (held, published) in enumerate(zip(chunks, manifest.chunks, strict=True)):
         if held != published:
             raise WeightsError(_difference(model, manifest, data, places, index))
     return combine(chunks)
+
+
+def prove_alone(model: Any, manifest: Manifest, places: Places) -> str:
+    """The same where the published bytes are not at hand; what lies between tensors is zero.
+
+    Raises:
+        WeightsError: it holds something else, naming the tensors of the first chunk that differs.
+    """
+    chunks = _hash(model, manifest, places, lambda begin, end: memoryview(bytes(max(0, end - begin))))
+    for index, (held, published) in enumerate(zip(chunks, manifest.chunks, strict=True)):
+        if held != published:
+            names = ", ".join(t.name for t in _inside(manifest, index))
+            raise WeightsError(
+                f"version {manifest.version}: the engine does not hold {names} as it was published (chunk {index})"
+            )
+    return combine(chunks)
+
+
+def _hash(model: Any, manifest: Manifest, places: Places, between: Callable[[int, int], memoryview]) -> list[int]:
+    """Checksums by chunk of what the model holds.
+
+    Args:
+        model: vLLM's model.
+        manifest: what was published.
+        places: from :func:`place`.
+        between: gives the bytes that are in no tensor, from one place to another.
+    """
+    hasher = _ChunkHasher(manifest.chunk_bytes)
+    position = 0
+    for tensor in _in_order(manifest):
+        hasher.update(between(position, tensor.offset))
+        for part in _host_bytes(_held(model, tensor, places)):
+            hasher.update(part)
+        position = tensor.offset + tensor.nbytes
+    hasher.update(between(position, manifest.nbytes))
+    return hasher.finish()
 
 
 class _ChunkHasher:
@@ -194,10 +247,15 @@ def _host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield memoryview(stage[: part.numel()].copy_(part).numpy())
 
 
+def _inside(manifest: Manifest, index: int) -> list[Tensor]:
+    """The tensors that have bytes in a chunk."""
+    begin, end = index * manifest.chunk_bytes, (index + 1) * manifest.chunk_bytes
+    return [t for t in _in_order(manifest) if t.offset < end and t.offset + t.nbytes > begin]
+
+
 def _difference(model: Any, manifest: Manifest, data: memoryview, places: Places, index: int) -> str:
     """A sentence about a chunk whose held bytes are not those that were published."""
-    begin, end = index * manifest.chunk_bytes, (index + 1) * manifest.chunk_bytes
-    inside = [t for t in _in_order(manifest) if t.offset < end and t.offset + t.nbytes > begin]
+    inside = _inside(manifest, index)
     names = ", ".join(t.name for t in inside)
     if xxhash.xxh3_64_intdigest(manifest.chunk(data, index)) != manifest.chunks[index]:
         return f"version {manifest.version}: chunk {index} ({names}) was overwritten while it was loaded"

@@ -27,6 +27,7 @@ from actors.engines.attention import ATTENTION
 from actors.engines.base import Completion, Request
 from actors.engines.decoder import Decoder, decodes
 from actors.engines.flat_weights import FlatWeights
+from actors.engines.incoming import Incoming
 from actors.engines.kv_cache import KVCache
 from actors.engines.linear import padded, use_onednn
 from actors.engines.rows import Ints, plan_rows
@@ -35,7 +36,9 @@ from actors.engines.slots import Slots
 from async_rl.config import LoraConfig
 from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.models import check_head, last_hidden, load_causal_lm
+from async_rl.weights.channel import device_name
 from async_rl.weights.manifest import Manifest
+from async_rl.weights.offer import Offer
 
 _PREFILL_TOKENS = 16_384
 """Most tokens (padding included) of one prefill forward."""
@@ -100,6 +103,7 @@ class TorchEngine:
         self._weights = (
             FlatWeights(dict(self._model.named_parameters())) if lora is None else AdapterWeights(self._model, lora)
         )
+        self._incoming = Incoming(device)
         self._version = -1
         self._proven = False
         self._last_pause_s = 0.0
@@ -177,7 +181,28 @@ class TorchEngine:
                 published checksum (nothing is sampled then until a version is proven).
         """
         began = time.perf_counter()
-        checksum = self._weights.load(manifest, data)
+        return self._prove(manifest, self._weights.load(manifest, data), began)
+
+    def devices(self) -> list[str]:
+        """Where a broadcast arrives."""
+        return [device_name(self._device)]
+
+    def receive_weights(self, manifest: Manifest, offer: Offer) -> str:
+        """As :meth:`load_weights`, from the learner's device: blocks arrive where the model reads them.
+
+        Raises:
+            WeightsError: it did not begin: the version before goes on. Or it broke off, or is not what was published:
+                nothing is sampled until a version is proven.
+        """
+        began = time.perf_counter()
+        if not isinstance(self._weights, FlatWeights):
+            raise WeightsError(f"version {manifest.version}: adapters are not broadcast")
+        self._weights.fit(manifest)
+        self._incoming.meet(offer)
+        self._proven = False
+        return self._prove(manifest, self._weights.receive(manifest, self._incoming.take), began)
+
+    def _prove(self, manifest: Manifest, checksum: str, began: float) -> str:
         if checksum != manifest.checksum:
             self._proven = False
             raise WeightsError(
@@ -223,7 +248,8 @@ class TorchEngine:
         """Nothing: :meth:`load_weights` and :meth:`step` take memory when they need it."""
 
     def close(self) -> None:
-        """Free model and cache."""
+        """Free model and cache, leave the broadcasts."""
+        self._incoming.close()
         self._slots = Slots(0, ())
         del self._model, self._head, self._decoder, self._weights, self._cache
 

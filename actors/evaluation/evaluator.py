@@ -117,6 +117,7 @@ class Evaluator:
             checksum=checksum,
             transfer_s=prepared.transfer_s,
             commit_s=time.monotonic() - began,
+            received=dict(prepared.received),
         )
         self._examined = prepared.manifest
         with self._timer.during("evaluating"):

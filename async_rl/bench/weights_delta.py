@@ -13,7 +13,8 @@ from pathlib import Path
 
 from async_rl.bench.figures import Figure
 from async_rl.bench.weights_stage import CHUNK_BYTES, Stage
-from async_rl.errors import WeightsError
+from async_rl.errors import ConfigError, WeightsError
+from async_rl.runfolder import RunFolder
 
 BAR = 0.15
 _WARMUP = 2
@@ -25,7 +26,11 @@ def differences(*, run: Path, repeats: int) -> list[Figure]:
     Args:
         run: folder of a run whose two newest checkpoints are one step apart (``checkpoint.every=1``).
         repeats: measurements of each figure.
+
+    Raises:
+        ConfigError: it has no such two.
     """
+    newest_two(run)
     with ExitStack() as stack:
         stage = Stage(stack, 0, source=run, delta=True)
         told = stage.publisher.ask("describe")
@@ -59,3 +64,17 @@ def differences(*, run: Path, repeats: int) -> list[Figure]:
         Figure(f"{name}: chunks sent as differences", "×", tuple(by_difference[_WARMUP:])),
         Figure(f"{name}: until it has verified", "s", seconds, "in full", full_s),
     ]
+
+
+def newest_two(run: Path) -> list[Path]:
+    """The two newest checkpoints of a run, the older one first.
+
+    Raises:
+        ConfigError: there are no two.
+    """
+    found = RunFolder(run).checkpoints()[:2]
+    if len(found) < 2:
+        raise ConfigError(
+            f"{run} has no two checkpoints: make a run with --set checkpoint.every=1, which keeps the newest two"
+        )
+    return found[::-1]

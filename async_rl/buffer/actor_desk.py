@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from async_rl.buffer.acks import attempts_of, row
-from async_rl.buffer.fields import natural, number, shown, slug, take
+from async_rl.buffer.fields import natural, number, numbers, shown, slug, take
 from async_rl.buffer.files import RunFiles
 from async_rl.buffer.ledger import Ledger
 from async_rl.buffer.post import Post
@@ -92,6 +92,8 @@ class ActorDesk:
         """A version is live there once its checksum equals what was published; otherwise the client gets no work."""
         version, checksum = take(header, "version", int), take(header, "checksum", str)
         self._versions.time_commit(number(header, "transfer_s"), number(header, "commit_s"))
+        self._versions.broadcasts["received"] += take(header, "broadcast", bool, False)
+        self._versions.receive(client.take_received(numbers(header.get("received"))))
         if "pause_s" in header:
             self._versions.time_pause(number(header, "pause_s"))
         if self._versions.proves(version, checksum) and version <= self._ledger.version:

@@ -39,9 +39,13 @@ def hung_learner_text(step: int, limit_s: float, roster: Roster) -> str:
     return f"the learner made no progress at step {step} for {limit_s:g} s (learner.step_deadline_s); ranks: {ranks}"
 
 
-def missing_learner_text(step: int, limit_s: float) -> str:
-    """No learner has come, or come back, in time."""
-    return (
-        f"no learner was connected for {limit_s:g} s (learner.step_deadline_s) at step {step}: it has died and was not "
-        "started again, or never came"
-    )
+def missing_learner_text(step: int, limit_s: float, waiting: str) -> str:
+    """No learner has come, or come back, in time.
+
+    Args:
+        step: that was to be trained.
+        limit_s: the time.
+        waiting: of a group over several hosts, which ranks wait and which are missing; empty: nobody is there.
+    """
+    why = waiting or "it has died and was not started again, or never came"
+    return f"no learner was connected for {limit_s:g} s (learner.step_deadline_s) at step {step}: {why}"

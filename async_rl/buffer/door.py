@@ -31,7 +31,7 @@ def refusal(hello: Header, config: RunConfig, worlds: Collection[int], base: str
             f"with {shown(schema)}: install the same version of async-rl on both hosts"
         )
     if contract != config.contract_hash():
-        what = _CONTROL if config.is_control else "model, task, sampling, rewards, reference or seed"
+        what = _CONTROL if config.is_control else "model, adapter (lora), task, sampling, rewards, reference or seed"
         return (
             f"{what} differ between your configuration (contract "
             f"{shown(contract)!r}) and the server's ({config.contract_hash()!r}): start both from the same config.toml"

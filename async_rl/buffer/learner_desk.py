@@ -17,6 +17,7 @@ from typing import Any
 
 from async_rl.buffer import journal
 from async_rl.buffer.batch_stats import BatchStats, batch_stats
+from async_rl.buffer.broadcasts import Broadcasts
 from async_rl.buffer.fields import take
 from async_rl.buffer.files import RunFiles
 from async_rl.buffer.journaled import JournaledLedger
@@ -65,6 +66,7 @@ class LearnerDesk:
         post: where messages go.
         files: run folder.
         versions: of the weights.
+        broadcasts: who takes part in that of a version.
         minibatches: per step.
         shard_stats: what rank 0's shard carries beside the batch's own statistics.
         wake: called from the writer thread when a snapshot is done.
@@ -78,6 +80,7 @@ class LearnerDesk:
         post: Post,
         files: RunFiles,
         versions: Versions,
+        broadcasts: Broadcasts,
         minibatches: int,
         shard_stats: Callable[[], dict[str, Any]],
         wake: Callable[[], None],
@@ -88,6 +91,7 @@ class LearnerDesk:
         self._post = post
         self._files = files
         self._versions = versions
+        self._broadcasts = broadcasts
         self._minibatches = minibatches
         self._shard_stats = shard_stats
         self._wake = wake
@@ -227,8 +231,10 @@ class LearnerDesk:
         manifest = self._manifest(header, version if step == -1 else step + 1)
         if step != -1 and not is_repeated:
             self._close(step, rank.world)
-        self._post.send(rank, "trained", step=step, books=self._ledger.books(), stopping=self._stopping)
-        return None if self._versions.is_newest(manifest) else manifest
+        is_new = not self._versions.is_newest(manifest)
+        place = self._broadcasts.offer(header, manifest) if is_new else {}
+        self._post.send(rank, "trained", step=step, books=self._ledger.books(), stopping=self._stopping, **place)
+        return manifest if is_new else None
 
     def _manifest(self, header: Header, version: int) -> Manifest:
         try:

@@ -199,9 +199,7 @@ class Reception:
     def _begin_life(self, group: str, step: int, now: float) -> None:
         """The learner has lost what came after its checkpoint: the run goes back there, and its versions are void."""
         for old in self._roster.of("learner"):
-            reason = "another life of the learner group has taken over"
-            self._post.send(old, "refused", reason=reason, code="replaced")
-            self.leave(old, "replaced", now)
+            self.dismiss(old, "replaced", "another life of the learner group has taken over", now)
         was, epoch = self._ledger.version, self._ledger.epoch
         lost = self._ledger.rewind(step, undone(batch_rows(self._files), step))
         self._learners.begin_life(group, now)
@@ -217,6 +215,11 @@ class Reception:
         self._publish()
 
     # ------------------------------------------------------------------ out
+
+    def dismiss(self, session: Session, code: str, why: str, now: float) -> None:
+        """Tell a client that it is to end, and let it go."""
+        self._post.send(session, "refused", reason=why, code=code)
+        self.leave(session, "replaced", now)
 
     def leave(self, session: Session, why: str, now: float) -> None:
         """A client is gone; what it held returns."""

@@ -14,6 +14,7 @@ from typing import Any
 from async_rl.buffer.fields import take
 from async_rl.protocol import Role
 from async_rl.timer import WORK, utilization
+from async_rl.weights.pull import COUNTED
 from async_rl.wire import Header
 
 AWAY = "away"
@@ -62,7 +63,11 @@ class Session:
     relay: str = ""
     """Where other hosts may pull weights from it (actors); empty: nowhere."""
     relay_key: str = ""
-    """Public key of that address; empty: it has none."""
+    """Public key of its process; empty: it has none."""
+    received: dict[str, float] = field(default_factory=dict)
+    """Weights that it had received over the network by its last ``live``, by :data:`async_rl.weights.pull.COUNTED`."""
+    devices: tuple[str, ...] = ()
+    """Of its workers, which can take part in broadcasts of weights (actors); empty: it cannot."""
     fenced: bool = False
     """Too late with an announced version: no tickets until it has caught up."""
     worked: bool = False
@@ -127,6 +132,7 @@ class Session:
         if self.is_same_process(before):  # its connection broke, its device did not change
             self.worked, self.useful, self.asleep = before.worked, before.useful, before.asleep
             self.rejoined = before.gone == AWAY
+            self.received = before.received
         self.life = before.life + (not self.is_same_process(before))
 
     def take_credit(self, header: Header) -> None:
@@ -138,6 +144,11 @@ class Session:
         count, received = take(header, "count", int), take(header, "received", int, self.tickets)
         under_way = max(0, self.tickets - max(0, received))
         self.credit = max(0, min(count, _MOST_CREDIT) - under_way)
+
+    def take_received(self, told: dict[str, float]) -> dict[str, float]:
+        """What it has received since the last call, of all that its process has; after a restart of the server: all."""
+        before, self.received = self.received, self.received | told
+        return {name: max(0.0, told.get(name, 0.0) - before.get(name, 0.0)) for name in COUNTED}
 
     def measure(self) -> float | None:
         """Utilisation since the last call that saw new seconds; ``None`` before anything but start-up was measured."""

@@ -40,6 +40,7 @@ from async_rl.curve import Gate, ServerKeys, check_open, secure_server
 from async_rl.errors import ConfigError, StartAgainError, WeightsError
 from async_rl.process import die_with_parent, run_guarded, spare_what_is_loaded
 from async_rl.protocol import BEATS_PER_PERIOD
+from async_rl.route import speak_its_family
 from async_rl.runfolder import read_json
 from async_rl.weights.server import WeightServer
 from async_rl.wire import LIMITS, receive_frames, send_frames
@@ -209,6 +210,7 @@ class Server:
         deadline = time.monotonic() + (REBIND_S if patient else 0.0)
         while True:
             try:
+                speak_its_family(socket, address)
                 socket.bind(address)
                 return socket
             except zmq.ZMQError as error:

@@ -18,12 +18,14 @@ from typing import Any, Protocol
 from async_rl.buffer.account import Account
 from async_rl.buffer.actor_desk import ActorDesk
 from async_rl.buffer.alarms import hung_learner_text, missing_learner_text, overdue_text
+from async_rl.buffer.broadcasts import Broadcasts
 from async_rl.buffer.ending import Ending
 from async_rl.buffer.fields import natural, number, numbers, pairs, shown, spans, take
 from async_rl.buffer.files import RunFiles
 from async_rl.buffer.journaled import JournaledLedger
 from async_rl.buffer.learner_desk import LearnerDesk
 from async_rl.buffer.muster import Muster
+from async_rl.buffer.partners import Partners
 from async_rl.buffer.post import Post
 from async_rl.buffer.reception import Reception
 from async_rl.buffer.records import Overdue
@@ -113,18 +115,21 @@ class Service:
             ledger, self.roster, self.post, self.versions, files, self.refused, colocated=config.actors.colocated
         )
         self._scorers = ScorerDesk(ledger, self.roster, self.post, files, self.refused)
+        self._broadcasts = Broadcasts(config.weights, self.roster, self.post, self.versions.broadcasts)
         self._learners = LearnerDesk(
             ledger,
             self.roster,
             self.post,
             files,
             self.versions,
+            self._broadcasts,
             config.split_minibatches,
             self.account.shard_stats,
             wake,
             now,
         )
-        self._muster = Muster(self.post, shared_settings(config))
+        self._muster = Muster(self.post, self.roster, shared_settings(config))
+        self._partners = Partners(self.roster, config.buffer.heartbeat_s)
         self._relays = Relays(config.weights, self.roster, self.post, self.versions)
         self.ending = Ending(ledger, self.roster, self.post, self.account, config.steps, self._publish)
         self._reception = Reception(
@@ -161,6 +166,8 @@ class Service:
             "asleep": (("actor",), lambda s, h, f, now: self._actors.asleep(s)),
             "live": (("actor", "evaluator"), lambda s, h, f, now: self._actors.live(s, h)),
             "relay": (("actor",), lambda s, h, f, now: self._relays.register(s, h)),
+            "receives": (("actor",), lambda s, h, f, now: self._broadcasts.register(s, h)),
+            "broadcast": (("learner",), lambda s, h, f, now: self._broadcasts.hear(h)),
             "next": (("learner",), lambda s, h, f, now: self._learners.next(s, h)),
             "trained": (("learner",), lambda s, h, f, now: self._trained(s, h, now)),
             "snapshot": (("learner",), lambda s, h, f, now: self._learners.snapshot(s, h)),
@@ -200,6 +207,7 @@ class Service:
 
     def pump(self, now: float) -> None:
         """Hand out whatever has become possible."""
+        self._relays.answer()
         if self.ending.phase == "running":
             self._actors.rest()
             delivery = self._learners.deliver(new_steps=not self._actors.in_use())
@@ -237,6 +245,7 @@ class Service:
             if overdue is not None:
                 self._bark(overdue, now)
             self._check_learner(now)
+            self._dismiss_forsaken(now)
         self._actors.cancel(self.ledger.expire(now))
         self._muster.tick()
         self._learners.finish_snapshots()
@@ -357,11 +366,18 @@ class Service:
         if self.roster.of("learner"):
             self.ending.fail(hung_learner_text(self.ledger.version, limit_s, self.roster), now)
         else:
-            self.ending.fail(missing_learner_text(self.ledger.version, limit_s), now)
+            self.ending.fail(missing_learner_text(self.ledger.version, limit_s, self._muster.missing()), now)
+
+    def _dismiss_forsaken(self, now: float) -> None:
+        """Ranks whose partner has vanished wait for it; after the last step rank 0 waits for nobody."""
+        for rank, why in self._partners.forsaken(self._learners.group, now):
+            if rank.rank != 0 or self.ledger.version < self.config.steps:
+                self._reception.dismiss(rank, "forsaken", why, now)
 
     def _notice(self, now: float) -> None:
         """Say once, and show as long as it lasts, what holds the run up, and what cannot be written."""
-        waiting = [*self._scorers.notices(now), *self._muster.notices(now)] if self.ending.phase == "running" else []
+        waiting = [*self._scorers.notices(now), *self._muster.notices(now), *self._broadcasts.notices()]
+        waiting = waiting if self.ending.phase == "running" else []
         if len(waiting) > self._num_waiting:
             print("\n".join(waiting), flush=True)
         self._num_waiting = len(waiting)

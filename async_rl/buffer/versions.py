@@ -9,7 +9,7 @@ Versions are ordered by (epoch, version); the epoch rises whenever the run goes 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -18,6 +18,7 @@ from typing import Any
 from async_rl.config import RunConfig
 from async_rl.evaluation import is_evaluated
 from async_rl.weights.manifest import Manifest
+from async_rl.weights.pull import COUNTED
 
 _KEPT = 4096
 _NOTED = 64
@@ -68,7 +69,10 @@ class Versions:
         self.count = 0
         self.mismatches = 0
         """Times that a client claimed a version whose bytes it does not hold."""
+        self.broadcasts: Counter[str] = Counter()
+        """Of versions that are broadcast: how many were ``sent`` or ``failed``, places ``offered`` and ``received``."""
         self._publish_s, self._transfer_s, self._commit_s = Mean(), Mean(), Mean()
+        self._received = dict.fromkeys(COUNTED, 0.0)
         self._pauses_s: deque[float] = deque(maxlen=_KEPT)
         self._paused_s = 0.0
 
@@ -126,6 +130,11 @@ class Versions:
         self._transfer_s.add(transfer_s)
         self._commit_s.add(commit_s)
 
+    def receive(self, counts: Mapping[str, float]) -> None:
+        """What a client has received over the network since it last said so."""
+        for name in COUNTED:
+            self._received[name] += counts.get(name, 0.0)
+
     def time_pause(self, pause_s: float) -> None:
         """For how long a swap kept an actor from decoding."""
         self._pauses_s.append(pause_s)
@@ -153,7 +162,12 @@ class Versions:
             "paused_s": self._paused_s,
             "versions": self.count,
             "mismatches": self.mismatches,
+            **{name: int(count) for name, count in self._received.items()},
+            **(self._broadcasts_to_plain() if self.broadcasts.total() else {}),
         }
+
+    def _broadcasts_to_plain(self) -> dict[str, int]:
+        return {f"broadcasts_{name}": self.broadcasts[name] for name in ("sent", "failed", "offered", "received")}
 
     # ------------------------------------------------------------------ a restart of the server
 

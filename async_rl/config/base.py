@@ -66,8 +66,13 @@ class BufferConfig(Section):
 class WeightsConfig(Section):
     """How versions of the weights reach the actors."""
 
-    path: Literal["auto", "shm", "zmq"] = "auto"
-    """``auto`` takes shared memory on the learner's host and ZeroMQ elsewhere."""
+    path: Literal["auto", "shm", "zmq", "broadcast"] = "auto"
+    """``auto`` takes shared memory on the learner's host and ZeroMQ elsewhere; ``broadcast`` sends versions from the
+    learner's device to all engines at once by NCCL, on the CPU by gloo: who misses one takes it as with ``auto``."""
+    broadcast_s: float = Field(30.0, gt=0)
+    """``broadcast``: the learner waits no longer for all engines to come and to receive a version."""
+    trusted_network: bool = False
+    """``broadcast``: nobody else reaches the network between learner and engines, which is not encrypted."""
     commit_deadline_s: float = Field(60.0, gt=0)
     """An actor that has not committed an announced version in this time gets no tickets until it has (is fenced)."""
     chunk_bytes: int = Field(4 << 20, ge=1 << 10, multiple_of=4)
@@ -75,9 +80,16 @@ class WeightsConfig(Section):
     relay: int = Field(0, ge=0, le=64)
     """Hosts send the weights on, each to so many others, and the learner sends each version about once; 0: it sends
     them to every host. A host then listens on a port of its own, which the others have to reach."""
+    relay_port: int = Field(0, ge=0, le=65535)
+    """That port, for firewalls; 0: any free one. Of the processes of a host the first to have it sends on for all."""
     delta: bool = False
     """Send only what changed since the version that a host holds, without loss; it costs CPU time at both ends and
-    saves most of the bytes in bfloat16: for links below 1 Gbit/s."""
+    saves most of the bytes in bfloat16: for links below 3 Gbit/s."""
+
+    @property
+    def pulls(self) -> Literal["auto", "shm", "zmq"]:
+        """How an actor gets a version that was not broadcast to it."""
+        return "auto" if self.path == "broadcast" else self.path
 
 
 class CheckpointConfig(Section):

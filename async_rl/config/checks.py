@@ -115,6 +115,13 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     if config.weights.path == "shm":
         for name in ("relay", "delta"):
             yield f"weights.{name}", "weights.path = 'shm': nothing is sent"
+    if config.weights.path == "broadcast":
+        for name in ("relay", "delta"):
+            yield f"weights.{name}", "weights.path = 'broadcast': only those that miss a version pull it"
+    else:
+        yield "weights.broadcast_s", f"weights.path = {config.weights.path!r}"
+    if not config.weights.relay:
+        yield "weights.relay_port", "weights.relay = 0"
     if config.buffer.max_staleness == 0:
         yield "actors.weight_updates", "buffer.max_staleness = 0: nothing runs when new weights come"
 
@@ -150,6 +157,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         )
     yield from _algorithm_contradictions(config)
     yield from _sharding_contradictions(config)
+    if config.weights.path == "broadcast":
+        yield from _broadcast_contradictions(config)
     yield from _reward_contradictions(config)
     if config.task.timeout_s >= buffer.lease_s:
         yield (
@@ -281,6 +290,32 @@ def _sharding_contradictions(config: Config) -> Iterator[str]:
         )
     if config.learner.compile:
         yield "learner.strategy = 'fsdp' with learner.compile: not supported together; set learner.compile = false"
+
+
+def _broadcast_contradictions(config: Config) -> Iterator[str]:
+    pull = "set weights.path = 'auto'"
+    if config.actors.engine == "mock":
+        yield f"weights.path = 'broadcast' with actors.engine = 'mock': it has no weights to receive; {pull}"
+    if config.lora.is_on:
+        yield (
+            f"weights.path = 'broadcast' with lora.rank = {config.lora.rank}: an adapter is small, and is pulled by "
+            f"engines one by one; {pull}"
+        )
+    if config.actors.colocated:
+        yield (
+            "weights.path = 'broadcast' with actors.placement = 'colocated': NCCL takes each device once, and learner "
+            f"and engine share one; {pull}, which maps the learner's memory"
+        )
+    if config.actors.weight_updates == "drained" and config.buffer.max_staleness > 0:
+        yield (
+            "weights.path = 'broadcast' with actors.weight_updates = 'drained': all would wait for the engine whose "
+            f"longest answer takes longest; set actors.weight_updates = 'in_flight', or {pull}"
+        )
+    if config.learner.ranks > 1 and config.weights.broadcast_s >= config.learner.timeout_s:
+        yield (
+            f"weights.broadcast_s = {config.weights.broadcast_s:g} is not below learner.timeout_s = "
+            f"{config.learner.timeout_s:g}: the other ranks would take rank 0 for lost while it waits; lower it"
+        )
 
 
 def _reward_contradictions(config: Config) -> Iterator[str]:

@@ -112,6 +112,8 @@ def _without_effect(config: ControlConfig) -> Iterator[tuple[str, str]]:
 
 def _contradictions(config: ControlConfig) -> Iterator[str]:
     algorithm, policy, learner = config.algorithm, config.policy, config.learner
+    if config.weights.path == "broadcast":
+        yield "weights.path = 'broadcast' is for engines of language models: set weights.path = 'auto'"
     if learner.ranks > config.buffer.groups_per_step:
         yield (
             f"learner.ranks = {learner.ranks} > buffer.groups_per_step = {config.buffer.groups_per_step}: each rank "

@@ -6,7 +6,10 @@ import json
 
 from async_rl.config.base import RunConfig
 
-_OF_A_HOST = ("buffer.bind", "buffer.insecure", "buffer.keys", "log.wandb", "log.wandb_project", "log.tensorboard")
+_OF_A_HOST = (
+    *("buffer.bind", "buffer.insecure", "buffer.keys", "weights.trusted_network"),
+    *("log.wandb", "log.wandb_project", "log.tensorboard"),
+)
 """What may differ between hosts: none of it changes an update."""
 
 

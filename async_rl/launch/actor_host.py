@@ -102,7 +102,7 @@ def make_crew(logs: Path, env: dict[str, str], devices: dict[str, str], console:
     """A crew whose deaths the server notices by itself."""
 
     def note(text: str) -> None:
-        console.print(text, soft_wrap=True)
+        console.print(text, soft_wrap=True, markup=False)
 
     return Crew(logs, env, devices, note, lambda clients: None)
 

@@ -13,6 +13,8 @@ from async_rl.hosts import ONE_HOST, LearnerHosts
 
 MAX_GROUP_RESTARTS = 1_000_000
 """torchrun counts restarts for good; the launcher decides when enough is enough (:mod:`async_rl.launch.policy`)."""
+LAST_STEP_S = 300
+"""Between torchrun's request to end and the death of its ranks; torchrun itself would give them 30 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,8 @@ class Commands:
             launch += ["--max-restarts", str(MAX_GROUP_RESTARTS)]
             # without a folder for logs one stays behind among the temporary ones
             launch += ["--log-dir", str(self.hosts.folder(self.out) / "logs" / "torchrun")]
+            if not self.hosts.is_first:  # asked to end, they end their step; on the first host the server asks them
+                launch += ["--shutdown-timeout", str(LAST_STEP_S)]
         main = ["-m", f"learner.{self._domain}main", str(self.config), "--out", str(self.out)]
         main += ["--connect", self.hosts.address or address]
         if self.hosts.count > 1:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from async_rl.launch.children import Child, end_all
-from async_rl.launch.policy import Lives, is_hopeless
+from async_rl.launch.policy import Lives, is_forsaken, is_hopeless
 from async_rl.launch.torchrun import RankFailures
 
 _RANK_GRACE_S = 4.0
@@ -103,7 +103,8 @@ class Crew:
             return
         for failure in member.ranks.read() if member.ranks is not None and member.child.poll() is None else ():
             self._lost(member.clients)
-            again = member.lives.end(now, hopeless=not excused and is_hopeless(failure.exit_code, failure.said))
+            hopeless = not excused and is_hopeless(failure.exit_code, failure.said)
+            again = member.lives.end(now, hopeless=hopeless, forsaken=is_forsaken(failure.exit_code))
             self._note(f"{member.name}: {failure.describe()}{_then(again, 0.0)}; {see(member.child)}")
             if not again:
                 end_all([member.child], _RANK_GRACE_S)
@@ -165,7 +166,7 @@ class Crew:
             hopeless = is_hopeless(code, child.sentence())
         else:  # torchrun's own code says nothing; what its ranks said counts if they brought it down
             hopeless = any(is_hopeless(failure.exit_code, failure.said) for failure in member.ranks.read()[-1:])
-        again = member.lives.end(now, hopeless=hopeless and not excused)
+        again = member.lives.end(now, hopeless=hopeless and not excused, forsaken=is_forsaken(code))
         member.child = None
         why = child.killed_rank() or child.cause()
         end = f"{child.describe_end()}{_then(again, now, member.lives.next_at)}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from async_rl.errors import ConfigError
@@ -38,6 +38,26 @@ def one_each(gpus: Sequence[str], processes: int, option: str) -> list[str]:
             "own; ask for fewer, or check CUDA_VISIBLE_DEVICES"
         )
     return list(gpus[:processes])
+
+
+def check_broadcast(assigned: Mapping[str, str], actors: int) -> None:
+    """Check that rank 0 and the actors have a device each, as NCCL needs it to broadcast weights between them.
+
+    Args:
+        assigned: ``CUDA_VISIBLE_DEVICES`` by process; empty without GPUs.
+        actors: number of actors.
+
+    Raises:
+        ConfigError: two of them share one.
+    """
+    members = ["learner", *(f"actor{i}" for i in range(actors))] if assigned else []
+    devices = [assigned[name].partition(",")[0] for name in members]
+    if len(set(devices)) < len(devices):
+        shown = ", ".join(f"{name}: {device}" for name, device in zip(members, devices, strict=True))
+        raise ConfigError(
+            "weights.path = 'broadcast' needs a device of its own for the learner's first rank and for each actor, but "
+            f"there are too few ({shown}): set weights.path = 'auto', or a lower actors.count"
+        )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ time, and one is taken away only while it waits in less than :data:`FED` and the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,17 +93,17 @@ class Appetite:
         self.last: Hunger | None = None
         """The newest measurement."""
 
-    def look(self, clients: Sequence[Client], count: int, most: int, now: float) -> int:
+    def look(self, clients: Sequence[Client], names: Collection[str], most: int, now: float) -> int:
         """How many actors there should be from now on.
 
         Args:
-            clients: of a ``status``.
-            count: actors that were started; while one of them is on its way, nothing is measured.
+            clients: of a ``status``; actors that somebody has started by hand may be among them.
+            names: of the actors that were started here; while one of them is on its way, nothing is measured.
             most: never more, which may change as the cluster fills.
             now: the clock, in seconds.
         """
-        working = [c for c in clients if c["role"] == "actor" and c["state"] != "starting"]
-        if len(working) < count:
+        count = len(names)
+        if not set(names) <= {c["name"] for c in clients if c["role"] == "actor" and c["state"] != "starting"}:
             self._begin(None)
             return count
         if self._before is None:
@@ -117,7 +117,7 @@ class Appetite:
         if found is None:
             return count
         self.last = found
-        aim = wanted(count, found, self._least, most)
+        aim = wanted(count, found, min(self._least, most), most)
         direction = (aim > count) - (aim < count)
         self._held = self._held + 1 if direction == self._direction else 1
         self._direction = direction

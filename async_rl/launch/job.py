@@ -1,6 +1,6 @@
-"""What Slurm and Ray start from: a run folder that all nodes see, with configuration and keys, and commands by hand.
+"""What Slurm and Ray start from: a run folder that all nodes see, with the configuration and keys of all commands.
 
-arguments ─► Job ─► write() ─► DIR/job/config.toml, DIR/job/keys/      learner(), actor(): arguments of async-rl
+arguments ─► Job ─► make(), write() ─► DIR/job/keys/, DIR/job/config.toml
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDER = "job"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A run that somebody else starts; nothing is written before :meth:`write`."""
+    """A run that somebody else starts; nothing is written before :meth:`make`."""
 
     config: AnyConfig
     out: Path
@@ -83,6 +83,11 @@ class Job:
         return self.files / "config.toml"
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a learner has begun there, so that another one goes on from its newest checkpoint."""
+        return (self.out / "config.toml").is_file()
+
+    @property
     def scorers(self) -> list[str]:
         """Role of each scorer that the run needs, such as ``["reward", "reward", "reference"]``."""
         if not isinstance(self.config, Config):
@@ -90,8 +95,42 @@ class Job:
         counts = {"reward": self.config.reward.scorers, "reference": self.config.reference.scorers}
         return [stage for stage in self.config.stages for _ in range(counts[stage])]
 
-    def write(self) -> None:
-        """Make the folder, its keys and its configuration; keys that are there stay.
+    def computes(self, role: str) -> bool:
+        """Whether a scorer of this role runs a model, for which it wants a device of its own where there are any."""
+        config = self.config
+        return (
+            isinstance(config, Config) and config.device != "cpu" and (role == "reference" or config.reward.model != 0)
+        )
+
+    def check_learners(self, hosts: int, *, trusted: bool) -> None:
+        """Check that the learner group can be spread over so many hosts.
+
+        Args:
+            hosts: learner hosts.
+            trusted: somebody vouches for the network between them.
+
+        Raises:
+            ConfigError: ranks cannot be split evenly, or nobody does.
+        """
+        ranks = self.config.learner.ranks
+        if ranks % hosts:
+            raise ConfigError(
+                f"learner.ranks = {ranks} cannot be split over {hosts} learner nodes: choose a multiple of them"
+            )
+        if hosts > 1 and not trusted:
+            raise ConfigError(
+                f"{hosts} learner nodes: gloo and NCCL do not encrypt what ranks tell each other; say "
+                "--trusted-network if only you and your cluster can read that network"
+            )
+        if hosts == 1 and trusted:
+            raise ConfigError("--trusted-network has no effect with one learner node; leave it away")
+
+    def learner_cpus(self, hosts: int) -> int:
+        """CPUs of a learner host without a wish: one a rank, and one for server and evaluation."""
+        return self.config.learner.ranks // hosts + 1
+
+    def make(self) -> None:
+        """Make the folder and its keys; keys that are there stay.
 
         Raises:
             ConfigError: the folder holds a run that is not resumed, or it cannot be written.
@@ -99,27 +138,17 @@ class Job:
         if not self.resumes:
             prepare_out(self.out)
         make_keys(self.files / "keys")
+
+    def write(self) -> None:
+        """Write the configuration into the folder.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
         try:
             write_atomically(self.config_file, to_toml(self.config))
         except OSError as error:
             raise ConfigError(f"{self.config_file} cannot be written: {error.strerror}") from None
-
-    def learner(self, *, resumed: bool = False) -> list[str]:
-        """Arguments of ``async-rl learner``, without those that say where it listens.
-
-        Args:
-            resumed: the run has begun before, and goes on from its newest checkpoint.
-        """
-        place = ["--resume", str(self.out)] if resumed else ["--out", str(self.out)]
-        return [str(self.config_file), *place]
-
-    def actor(self, role: str = "actor") -> list[str]:
-        """Arguments of ``async-rl actor``, without those that say whom it serves.
-
-        Args:
-            role: ``actor``, ``reward`` or ``reference``.
-        """
-        return [str(self.config_file), *(() if role == "actor" else ("--role", role))]
 
     def _check(self) -> None:
         if self.config.actors.colocated:

@@ -55,9 +55,12 @@ def run_ranks(
     """
     run_folder = (resume or out or Path("runs") / "learner").resolve()
     own = hosts.folder(run_folder)
-    source = source or (str(own / "config.toml") if resume is not None else None)
+    if source is None and resume is not None and (own / "config.toml").is_file():
+        source = str(own / "config.toml")
     if source is None:
-        raise ConfigError("name the preset or CONFIG.toml with which the first host was started")
+        raise ConfigError(
+            f"{own} holds no config.toml: name the preset or CONFIG.toml with which the first host was started"
+        )
     config = load_any(source, overrides)
     ranks = hosts.ranks_here(config.learner.ranks)
     preflight.check_connect(hosts.address, config.buffer.keys)
@@ -84,8 +87,10 @@ def run_ranks(
         crew = make_crew(own / "logs", env, {"learner": ",".join(gpus)} if gpus else {}, console)
         first = hosts.index * ranks
         which = f"rank {first}" if ranks == 1 else f"ranks {first} to {first + ranks - 1}"
-        console.print(f"{which} of {config.learner.ranks} at {hosts.address}; log: {own / 'logs' / 'learner.log'}")
-        crew.add("learner", "learner", commands.learner(hosts.address), ranks)
+        log = own / "logs" / "learner.log"
+        console.print(f"{which} of {config.learner.ranks} at {hosts.address}; log: {log}", soft_wrap=True)
+        console.print("Ctrl-C ends the whole run in order, a second one the processes of this host at once")
+        crew.add("learner", "learner", commands.learner(hosts.address), ranks).lives.is_guest = True
         # the ranks of all hosts end their step together, and the first writes a checkpoint
         return Upkeep(crew, interrupts, spare=[janitor.pid], grace_s=WIND_DOWN_S).run()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from async_rl.config import AnyConfig, Config, ControlConfig
 from async_rl.control.spaces import Spaces
@@ -123,7 +124,7 @@ def print_overview(console: Console, config: AnyConfig, found: Path | Spaces | N
     table.add_row("files", str(out))
     console.print(table)
     for line in notes:
-        console.print(f"[yellow]warning:[/] {line}", highlight=False)
+        console.print(Text.assemble(("warning:", "yellow"), " ", line))
 
 
 def _rows(config: Config, view: Overview, model: Path | None) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What a fleet needs from a cluster: a place for a task, and what becomes of the life that begins there.
+"""What goes between a fleet and a cluster: a task for a place, and what becomes of the life that begins there.
 
 tasks ─► Task ─► cluster.begin ─► Life ── poll ─► Started, Ended, Lost          stop, remove
 """
@@ -6,18 +6,61 @@ tasks ─► Task ─► cluster.begin ─► Life ── poll ─► Started, E
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
-from async_rl.launch.ray_keeper import Ended, Started, Task
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A command that some node is to run."""
+
+    name: str
+    command: tuple[str, ...]
+    """Behind ``python -m``, of the node's own Python."""
+    listens: bool = False
+    """Whether the ``HOST:PORT`` where it is to listen, which the node knows, is put behind its last word."""
+    port: int = 0
+    """The port that it had before, which it gets again if it is free; 0: any."""
+    log: Path
+    """Of all its lives."""
+    work: Path
+    """Working directory."""
+    needs: tuple[Path, ...]
+    """Files that must be there: the file system is shared."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment that Ray gives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """It runs."""
+
+    pid: int
+    host: str
+    address: str
+    """``HOST:PORT`` where it will listen; empty if it does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """It has ended."""
+
+    exit_code: int
+    """Negative for a signal."""
+    sentence: str | None
+    """What it said itself about why, see :func:`async_rl.launch.children.sentence`."""
+    told: str
+    """How it ended, in words, with the end of its log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
     """A life whose end nobody saw, or that could not begin."""
 
-    why: str
-    hopeless: bool
+    told: str
+    """What is known of it, in words."""
+    hopeless: bool = False
     """It would be the same again."""
 
 
@@ -29,7 +72,7 @@ class Life(Protocol):
 
     @property
     def is_placed(self) -> bool:
-        """Whether it has found its place."""
+        """Whether it has found its place and runs there."""
 
     def poll(self) -> Report | None:
         """What has happened since the last call; never waits."""
@@ -49,13 +92,3 @@ class Cluster(Protocol):
 
     def room(self) -> str:
         """What is free, in words."""
-
-
-class Tasks(Protocol):
-    """The commands by hand of one run; :class:`async_rl.launch.ray_tasks.RayTasks`."""
-
-    def learner(self, index: int, address: str) -> Task:
-        """Of learner host ``index``; ``address``: where the first one listens, or listened before."""
-
-    def worker(self, name: str, role: str, address: str) -> Task:
-        """Of an actor or scorer that serves ``address``."""

@@ -36,6 +36,11 @@ def is_hopeless(exit_code: int, sentence: str | None) -> bool:
     return 0 < exit_code < 128 and exit_code != StartAgainError.exit_code and sentence is not None
 
 
+def is_forsaken(exit_code: int) -> bool:
+    """Whether a process ended because its partners were gone, or asked it to."""
+    return exit_code == StartAgainError.exit_code
+
+
 @dataclass(slots=True)
 class Lives:
     """The lives of one process, one after the other."""
@@ -49,19 +54,25 @@ class Lives:
     given_up: bool = False
     has_worked: bool = False
     """Some life has."""
+    is_guest: bool = False
+    """The other ranks of its group are on other hosts: whether it gets anywhere is seen on the first one, where the run
+    ends if it does not."""
 
     def work(self) -> None:
         """The present life has worked: what was before it is forgiven."""
         self.barren, self.has_worked = 0, True
 
-    def end(self, now: float, *, hopeless: bool = False) -> bool:
+    def end(self, now: float, *, hopeless: bool = False, forsaken: bool = False) -> bool:
         """The present life has ended; whether there will be another one.
 
         Args:
             now: the clock.
             hopeless: see :func:`is_hopeless`. A restart that says so before it has worked is believed only if no life
                 before has: what it lacks was there before, and may be again, such as the memory of the one that died.
+            forsaken: it ended because its partners had, which does not count against a guest.
         """
+        if forsaken and self.is_guest:
+            self.barren = 0
         is_restart = self.has_worked and self.barren > 0
         self.given_up = (hopeless and not is_restart) or self.barren >= MAX_RESTARTS
         self.next_at = None if self.given_up else now + backoff_s(self.barren)

@@ -5,6 +5,7 @@ config ─► prepare_out ─► ensure_model ─► check ─► processes star
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -203,8 +204,12 @@ def check_engine(config: Config) -> None:
         )
 
 
-def check_address(buffer: BufferConfig) -> None:
+def check_address(buffer: BufferConfig, setting: str = "buffer.bind") -> None:
     """Check the server's address and keys before anything binds it.
+
+    Args:
+        buffer: with the address.
+        setting: where the user gave it, for messages.
 
     Raises:
         ConfigError: not ``tcp://HOST:PORT``, the port is taken, other hosts could reach it unasked, or a key of either
@@ -227,9 +232,12 @@ def check_address(buffer: BufferConfig) -> None:
             probe.bind(("" if host == "*" else host, int(port)))
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(
-                f"buffer.bind = {address!r}: {reason}; choose another port, or * for a free one"
-            ) from None
+            hint = "choose another port, or * for a free one"
+            if getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+                hint = "name an address of this host, where the buffer server is started"
+                if setting == "--rendezvous":
+                    hint += "; it is on the first learner host, the others have --node-rank 1, 2, ..."
+            raise ConfigError(f"{setting} = {address!r}: {reason}; {hint}") from None
 
 
 def check_connect(address: str, keys: str) -> None:

@@ -173,9 +173,12 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
 
 
 def make_console() -> Console:
-    """The terminal, or lines that are wide enough not to be cut when the output goes elsewhere."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+    """The terminal, or lines that are wide enough not to be cut when the output goes elsewhere.
+
+    What stands in brackets is text, such as an IPv6 address, or a path in what a process has said last.
+    """
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=PLAIN_WIDTH)
 
 
 def make_display(console: Console, config: RunConfig) -> LiveDisplay | PlainDisplay:

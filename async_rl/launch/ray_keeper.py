@@ -12,57 +12,13 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from async_rl.errors import ConfigError
 from async_rl.launch.children import Child
+from async_rl.launch.places import Ended, Started, Task
+from async_rl.route import joined
 
 _ENDED_LINES = 15
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """A command that some node is to run."""
-
-    name: str
-    command: tuple[str, ...]
-    """Behind ``python -m``, of the node's own Python."""
-    serves: str = ""
-    """What the address ``HOST:PORT`` is put behind, such as ``--set=buffer.bind=tcp://``; empty: it does not listen."""
-    port: int = 0
-    """The port that it had before, which it gets again if it is free; 0: any."""
-    log: Path
-    """Of all its lives."""
-    work: Path
-    """Working directory."""
-    needs: tuple[Path, ...]
-    """Files that must be there: the file system is shared."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Added to the environment that Ray gives."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """It runs."""
-
-    pid: int
-    host: str
-    address: str
-    """``HOST:PORT`` where it will listen; empty if it does not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """It has ended."""
-
-    exit_code: int
-    """Negative for a signal."""
-    sentence: str | None
-    """What it said itself about why, see :func:`async_rl.launch.children.sentence`."""
-    told: str
-    """How it ended, in words, with the end of its log."""
 
 
 class Keeper:
@@ -92,10 +48,9 @@ class Keeper:
                 )
         os.chdir(task.work)
         command, address = [sys.executable, "-m", *task.command], ""
-        if task.serves:
-            host = f"[{self._host}]" if ":" in self._host else self._host
-            address = f"{host}:{_free_port(self._host, task.port)}"
-            command.append(f"{task.serves}{address}")
+        if task.listens:
+            address = joined(self._host, _free_port(self._host, task.port))
+            command[-1] += address
         self._child = Child.start(task.name, command, task.log, {**os.environ, **task.env})
         return Started(pid=self._child.pid, host=self._host, address=address)
 

@@ -7,106 +7,72 @@ appetite ◄── status ── monitor line ──► server (on the learner's
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from async_rl.curve import ClientKeys
-from async_rl.errors import AsyncRLError, ConfigError, DeadlineError, HandshakeError
-from async_rl.launch.fleet import Fleet, FleetRules
+from async_rl.errors import AsyncRLError, DeadlineError, HandshakeError
+from async_rl.launch.fleet import Fleet
+from async_rl.launch.fleet_rules import FleetRules
+from async_rl.launch.folder_lock import FolderLock
 from async_rl.launch.hunger import Appetite
 from async_rl.launch.interfaces import Display, Monitor
 from async_rl.launch.interrupts import Interrupts
 from async_rl.launch.job import Job
 from async_rl.launch.launcher import CONNECT_S, WIND_DOWN_S
 from async_rl.launch.line import Line
+from async_rl.launch.preflight import WARMUP_TIMEOUT_S
 from async_rl.launch.progress import make_display
 from async_rl.launch.ray_cluster import RayCluster, connect
 from async_rl.launch.ray_tasks import RayTasks
 from async_rl.launch.reach import unreachable
+from async_rl.launch.silence import Silence, longest_silence_s
 
 WINDOW_PERIODS = 2.0
 """Hunger is measured over so many heartbeat periods: every client has spoken in each of them."""
 GOODBYE_S = 15.0
-"""After the run actors have so long to leave by themselves."""
+"""After the run actors have so long to leave by themselves; after the second Ctrl-C the learner."""
+SERVE_S = WARMUP_TIMEOUT_S + 120.0
+"""A learner that runs has fetched its model and started its server within this time."""
+SAY_S = 60.0
+"""How often a server that does not answer is spoken of."""
 _TURN_S = 0.2
 _PROBE_S = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayOptions:
-    """What is asked of the cluster."""
-
-    address: str = "auto"
-    """``auto`` or ``HOST:PORT`` of its head."""
-    least: int = 1
-    """Actors at any time."""
-    most: int = 1
-    """Actors at the busiest time."""
-    learners: int = 1
-    """Learner hosts."""
-    learner_gpus: int = 0
-    """A host."""
-    learner_cpus: float | None = None
-    """A host; ``None``: one a rank, and one for server and evaluation."""
-    actor_gpus: int = 0
-    actor_cpus: float = 1.0
-    trusted_network: bool = False
-    """Ranks of several learner hosts talk unencrypted."""
-    place_s: float = 120.0
-    """The cluster has so long to find places."""
-
-    def rules(self, job: Job) -> FleetRules:
-        """The same for the fleet.
-
-        Raises:
-            ConfigError: they contradict each other or the configuration.
-        """
-        ranks, device = job.config.learner.ranks, job.config.device
-        if self.most < self.least:
-            raise ConfigError(f"--max-actors {self.most} is below --min-actors {self.least}")
-        if ranks % self.learners:
-            raise ConfigError(f"learner.ranks = {ranks} cannot be split over {self.learners} learner nodes")
-        if self.learners > 1 and not self.trusted_network:
-            raise ConfigError(
-                f"{self.learners} learner nodes: gloo and NCCL do not encrypt what ranks tell each other; say "
-                "--trusted-network if only you and your cluster can read that network"
-            )
-        if device == "cuda" and not (self.learner_gpus and self.actor_gpus):
-            raise ConfigError("device = 'cuda': ask for GPUs with --learner-gpus and --actor-gpus")
-        cpus = self.learner_cpus or ranks // self.learners + 1.0
-        return FleetRules(
-            least=self.least,
-            most=self.most,
-            learners=self.learners,
-            scorers=tuple(job.scorers),
-            learner_resources=_resources(cpus, self.learner_gpus),
-            worker_resources=_resources(self.actor_cpus, self.actor_gpus),
-            place_s=self.place_s,
-        )
-
-
-def run_ray(job: Job, options: RayOptions, console: Console) -> int:
+def run_ray(job: Job, rules: FleetRules, address: str, console: Console) -> int:
     """Run a job on a cluster; the exit code.
 
     Args:
         job: the run; written here.
-        options: what is asked of the cluster.
+        rules: what is asked of the cluster.
+        address: ``auto`` or ``HOST:PORT`` of its head.
         console: where it shows itself.
 
     Raises:
-        ConfigError: options contradict each other, or Ray is not installed.
+        ConfigError: Ray is not installed, or the run folder cannot be used, or is in use.
         AsyncRLError: there is no cluster, no room in it, or the run failed.
     """
-    rules = options.rules(job)
-    with closing(connect(options.address)) as cluster:  # before Interrupts: Ray sets a handler of its own
-        job.write()
-        with Interrupts() as interrupts, make_display(console, job.config) as display:
-            display.note(f"{'going on with' if job.resumes else 'run folder'} {job.out}")
-            return RayRun(job, rules, options, cluster, display, interrupts).run()
+    with closing(connect(address)) as cluster:  # before Interrupts: Ray sets a handler of its own
+        job.make()
+        with Interrupts() as interrupts, FolderLock(job.files, interrupts, console.print):
+            job.write()  # under the lock: another launcher starts its commands from it
+            with make_display(console, job.config) as display:
+                display.note(f"{'going on with' if job.resumes else 'run folder'} {job.out}")
+                return RayRun(job, rules, cluster, display, interrupts).run()
+
+
+def worker_prefix(out: Path) -> str:
+    """What the names of a run's workers begin with: an actor's own folder goes by its name, whatever run it is of."""
+    return f"{out.name[:60]}-{hashlib.sha256(os.fsencode(out)).hexdigest()[:4]}"
 
 
 @dataclass(slots=True)
@@ -115,25 +81,27 @@ class RayRun:
 
     job: Job
     rules: FleetRules
-    options: RayOptions
     cluster: RayCluster
     display: Display
     interrupts: Interrupts
     _fleet: Fleet = field(init=False)
     _appetite: Appetite = field(init=False)
+    _silence: Silence = field(init=False)
     _line: Line | None = field(init=False, default=None)
     _asked: int = field(init=False, default=0)
     """How often the learner was asked to stop."""
+    _latest: float | None = field(init=False, default=None)
+    """When the run is ended by force."""
+    _deaf_since: float | None = field(init=False, default=None)
+    """Since when a learner runs whose server does not answer."""
+    _said_at: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
-        tasks = RayTasks(
-            self.job,
-            self.options.learners,
-            trusted_network=self.options.trusted_network,
-            path=os.environ.get("PYTHONPATH", ""),
-        )
-        self._fleet = Fleet(self.cluster, tasks, self.rules, self.job.out.name[:80], self.display.note, self._tell_dead)
-        self._appetite = Appetite(self.rules.least, WINDOW_PERIODS * self.job.config.buffer.heartbeat_s)
+        tasks = RayTasks(self.job, self.rules.learners, os.environ.get("PYTHONPATH", ""))
+        prefix, heartbeat_s = worker_prefix(self.job.out), self.job.config.buffer.heartbeat_s
+        self._fleet = Fleet(self.cluster, tasks, self.rules, prefix, self.display.note, self._tell_dead)
+        self._appetite = Appetite(self.rules.least, WINDOW_PERIODS * heartbeat_s)
+        self._silence = Silence(longest_silence_s(heartbeat_s))
 
     def run(self) -> int:
         """Until the learner has ended for good; its exit code.
@@ -145,7 +113,7 @@ class RayRun:
         try:
             fleet.begin(time.monotonic())
             try:
-                while fleet.end is None:
+                while fleet.end is None and not self._is_late():
                     self._turn()
             except AsyncRLError as error:
                 self.display.note(f"the run ends: {str(error).partition(chr(10))[0]}")
@@ -155,45 +123,80 @@ class RayRun:
         finally:
             self._close_line()
             fleet.close()
+        if self.interrupts.exit_code:
+            return self.interrupts.exit_code
         assert fleet.end is not None
-        code = self.interrupts.exit_code or fleet.end.exit_code
-        if fleet.end.exit_code == 0:
-            self.display.note(f"done; the run is in {self.job.out}")
-        elif not self.interrupts.count:
+        if fleet.end.exit_code:
             raise AsyncRLError(f"the learner {fleet.end.told}")
-        return code
+        self.display.note(f"done; the run is in {self.job.out}")
+        return 0
 
     def _turn(self) -> None:
         now = time.monotonic()
-        while self._asked < min(2, self.interrupts.count):
-            self._asked += 1
-            again = " (once more to end at once)" if self._asked == 1 else ""
-            self.display.note(f"stopping: the learner is asked to end{again}")
-            self._fleet.stop()
+        self._hear_interrupts(now)
+        self.cluster.check()
         self._fleet.turn(now)
         if not self._fleet.is_serving:
             self._close_line()
         if self._line is not None and self._line.is_open:
             self._listen(self._line)
         else:
-            self._reach_server()
+            self._reach_server(now)
 
-    def _reach_server(self) -> None:
+    def _hear_interrupts(self, now: float) -> None:
+        while self._asked < min(2, self.interrupts.count):
+            self._asked += 1
+            again = " (once more to end at once)" if self._asked == 1 else " at once"
+            self.display.note(f"stopping: the learner is asked to end{again}")
+            self._fleet.stop()
+            self._latest = now + GOODBYE_S if self._asked == 2 else None
+
+    def _is_late(self) -> bool:
+        return self._latest is not None and time.monotonic() > self._latest
+
+    # ------------------------------------------------------------------ the server
+
+    def _reach_server(self, now: float) -> None:
         """Join the run as soon as its server answers; until then one turn's time passes."""
-        address = f"tcp://{self._fleet.address}"
-        is_over = self._fleet.is_over or not self._fleet.address
-        if is_over or unreachable(address, _PROBE_S):
+        fleet = self._fleet
+        if fleet.is_over or not fleet.address:
+            self._deaf_since = None
             self.interrupts.wait(_TURN_S)
             return
+        why = self._join(f"tcp://{fleet.address}")
+        if why:
+            self._complain(why, now)
+            self.interrupts.wait(_TURN_S)
+            return
+        self._deaf_since = None
+        fleet.serve(time.monotonic())
+
+    def _join(self, address: str) -> str:
+        """Open a line to the server; why that fails, or nothing."""
+        if why := unreachable(address, _PROBE_S):
+            return why
         line = Line(self._monitor, address)
         try:
             line.connect(CONNECT_S)
         except (DeadlineError, HandshakeError) as error:
-            self.display.note(f"the server does not let us watch: {error}")
-            self.interrupts.wait(_TURN_S)
-            return
+            return str(error)
         self._line = line
-        self._fleet.serve(time.monotonic())
+        return ""
+
+    def _complain(self, why: str, now: float) -> None:
+        """A server that starts is waited for; one that nobody can reach from here would be waited for in silence.
+
+        Raises:
+            AsyncRLError: it has not answered for :data:`SERVE_S`.
+        """
+        if self._deaf_since is None:
+            self._deaf_since = self._said_at = now
+        told = f"the server at {self._fleet.address} does not answer this host: {why}"
+        if now - self._deaf_since > SERVE_S:
+            raise AsyncRLError(f"{told}; see {self.job.files / 'learner.log'}, and launch from a node that reaches it")
+        if now - self._said_at > SAY_S:
+            self._said_at = now
+            self.display.note(told)
 
     def _listen(self, line: Line) -> None:
         try:
@@ -201,23 +204,28 @@ class RayRun:
         except (DeadlineError, HandshakeError):
             self._close_line()  # away for long: joined again when it is back
             return
-        fleet = self._fleet
         for header in headers:
             if header["type"] == "stop":  # the last that it says
-                fleet.is_over = True
+                self._fleet.is_over = True
                 self._close_line()
                 return
-            if header["type"] != "status":
-                continue
-            now = time.monotonic()
-            self.display.update(header)
-            fleet.praise(header.get("worked", []))
-            if fleet.is_over or header.get("status") != "running":
-                continue
-            count = len(fleet.actors())
-            aim = self._appetite.look(header["clients"], count, fleet.most(now), now)
-            if aim != count:
-                fleet.scale(aim, now)
+            if header["type"] == "status":
+                self._hear(header, time.monotonic())
+
+    def _hear(self, status: Mapping[str, Any], now: float) -> None:
+        """What a ``status`` means for the fleet."""
+        fleet = self._fleet
+        self.display.update(status)
+        fleet.praise(status.get("worked", []))
+        if fleet.is_over or status.get("status") != "running":
+            return
+        for name in self._silence.look(status.get("silent", []), now):
+            limit_s = longest_silence_s(self.job.config.buffer.heartbeat_s)
+            fleet.end_silent(name, f"lives but has been silent for over {limit_s:.0f} s: it is ended", now)
+        names = [member.name for member in fleet.actors()]
+        aim = self._appetite.look(status["clients"], names, fleet.most(now), now)
+        if aim != len(names):
+            fleet.scale(aim, now)
 
     def _monitor(self, address: str) -> Monitor:
         from async_rl.client import Client
@@ -227,6 +235,7 @@ class RayRun:
 
     def _tell_dead(self, name: str) -> None:
         """Its tickets return at once, and not when it is missed."""
+        self._silence.forgive(name)
         if self._line is not None:
             self._line.send("dead", name=name)
 
@@ -253,7 +262,3 @@ class RayRun:
         deadline = time.monotonic() + GOODBYE_S
         while not self._fleet.dismiss() and time.monotonic() < deadline and self.interrupts.count < 2:
             self.interrupts.wait(_TURN_S)
-
-
-def _resources(cpus: float, gpus: int) -> dict[str, float]:
-    return {"CPU": cpus, **({"GPU": gpus} if gpus else {})}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
+from async_rl.launch.by_hand import actor_words, learner_words
 from async_rl.launch.job import Job
-from async_rl.launch.ray_keeper import Task
+from async_rl.launch.places import Task
+from async_rl.route import parted
 
 
 class RayTasks:
@@ -15,30 +16,25 @@ class RayTasks:
     Args:
         job: prepared, on a file system that all nodes share.
         learners: learner hosts.
-        trusted_network: ranks of several learner hosts talk unencrypted.
         path: ``PYTHONPATH`` of the command that launches.
     """
 
-    def __init__(self, job: Job, learners: int, *, trusted_network: bool, path: str) -> None:
-        self._job, self._learners, self._trusted = job, learners, trusted_network
+    def __init__(self, job: Job, learners: int, path: str) -> None:
+        self._job, self._learners = job, learners
         self._env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(job.search), path]))}
 
     def learner(self, index: int, address: str) -> Task:
-        """``async-rl learner`` on learner host ``index``; one that has begun before goes on.
+        """``async-rl learner`` on learner host ``index``; a run that has begun before goes on.
 
         Args:
             index: 0: the first, where the buffer server is.
             address: ``HOST:PORT`` where that one listens or listened before; empty before its first life.
         """
-        command = ["async_rl", "learner", *self._job.learner(resumed=(self._job.out / "config.toml").is_file())]
-        serves = "--set=buffer.bind=tcp://"
-        if self._learners > 1:
-            command += ["--nnodes", str(self._learners), "--node-rank", str(index)]
-            command += ["--trusted-network"] if self._trusted else []
-            serves = "--rendezvous="
-        if index:
-            return self._task(f"learner{index}", [*command, f"{serves}{address}"])
-        return self._task("learner", command, serves, int(address.rpartition(":")[2] or 0))
+        job, is_first = self._job, index == 0
+        begin = [str(job.config_file), "--resume" if job.has_begun else "--out", str(job.out)]
+        words = learner_words(begin, "" if is_first else address, self._learners, str(index))
+        port = parted(address)[1] if is_first and address else 0
+        return self._task("learner" if is_first else f"learner{index}", ["learner", *words], is_first, port)
 
     def worker(self, name: str, role: str, address: str) -> Task:
         """``async-rl actor`` for an actor or a scorer.
@@ -48,16 +44,15 @@ class RayTasks:
             role: ``actor``, ``reward`` or ``reference``.
             address: ``HOST:PORT`` of the server.
         """
-        arguments = ["--connect", f"tcp://{address}", "--name", name]
-        return self._task(name, ["async_rl", "actor", *self._job.actor(role), *arguments])
+        return self._task(name, ["actor", *actor_words(str(self._job.config_file), address, role, name=name)])
 
-    def _task(self, name: str, command: list[str], serves: str = "", port: int = 0) -> Task:
+    def _task(self, name: str, words: list[str], listens: bool = False, port: int = 0) -> Task:
         return Task(
             name=name,
-            command=tuple(command),
-            serves=serves,
+            command=("async_rl", *words),
+            listens=listens,
             port=port,
-            log=Path(self._job.files / f"{name}.log"),
+            log=self._job.files / f"{name}.log",
             work=self._job.work,
             needs=(self._job.config_file,),
             env=self._env,

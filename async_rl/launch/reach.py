@@ -15,6 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from async_rl.curve import ClientKeys, secure_client
 from async_rl.errors import ConfigError
+from async_rl.route import parted, speak_its_family
 
 _GREETING = 64
 """Bytes of a ZeroMQ greeting: signature (10), version (2), mechanism (20), as-server (1), filler."""
@@ -77,9 +78,8 @@ def _greeting(address: str, timeout_s: float) -> bytes:
     Raises:
         OSError: nothing can be connected to, or it says nothing in time.
     """
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
     deadline = time.monotonic() + timeout_s
-    with socket.create_connection((host.strip("[]"), int(port)), timeout_s) as line:
+    with socket.create_connection(parted(address), timeout_s) as line:
         greeting = _read(line, _SIGNATURE, deadline)
         if _is_signature(greeting):
             line.sendall(_OURS)
@@ -109,6 +109,7 @@ def _refusal(address: str, keys: ClientKeys, timeout_s: float) -> str:
         secure_client(probe, keys)
         monitor = probe.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _END)
         try:
+            speak_its_family(probe, address)
             probe.connect(address)
             if not monitor.poll(int(timeout_s * 1000)):
                 return ""

@@ -21,7 +21,7 @@ from async_rl.errors import AsyncRLError, ConfigError, SchemaError
 from async_rl.hosts import ONE_HOST, LearnerHosts
 from async_rl.launch import control_checks, preflight, token_checks
 from async_rl.launch.commands import Commands, assign_gpus, visible_gpus
-from async_rl.launch.devices import claimed
+from async_rl.launch.devices import check_broadcast, claimed
 from async_rl.launch.folder_lock import FolderLock
 from async_rl.launch.interfaces import Monitor, Outcome
 from async_rl.launch.interrupts import Interrupts
@@ -34,7 +34,7 @@ from async_rl.route import joined, parted, route_to
 from async_rl.runfolder import RunFolder, model_folder, write_atomically
 from async_rl.summary import write_summary
 
-_TOKEN_CONTRACT = "model, task, sampling, rewards, reference"
+_TOKEN_CONTRACT = "model, adapter (lora), task, sampling, rewards, reference"
 
 
 def run_session(
@@ -64,7 +64,8 @@ def run_session(
     """
     began = time.monotonic()
     console = make_console()
-    overrides = [*overrides, *_bind_to_rendezvous(overrides, hosts)]
+    rendezvous = _bind_to_rendezvous(overrides, hosts)
+    overrides, setting = [*overrides, *rendezvous], "--rendezvous" if rendezvous else "buffer.bind"
     place = _place(source, overrides, out, resume)
     with FolderLock(place, interrupts, console.print) as lock, Janitor([lock]) as janitor:
         # looked at under the lock: whoever held it may have left files and checkpoints
@@ -74,7 +75,7 @@ def run_session(
         env = janitor.environment(preflight.child_environment(os.environ, search))
         try:
             hosts.ranks_here(config.learner.ranks)
-            found = _check(config, env, folder, console, interrupts, with_actors=with_actors)
+            found = _check(config, env, folder, console, interrupts, setting, with_actors=with_actors)
         except (AsyncRLError, OSError):
             if not any(folder.iterdir()):
                 folder.rmdir()
@@ -216,14 +217,21 @@ def _refuse_running(folder: Path) -> None:
 
 
 def _check(
-    config: AnyConfig, env: dict[str, str], out: Path, console: Console, interrupts: Interrupts, *, with_actors: bool
+    config: AnyConfig,
+    env: dict[str, str],
+    out: Path,
+    console: Console,
+    interrupts: Interrupts,
+    setting: str,
+    *,
+    with_actors: bool,
 ) -> Path | Spaces:
     """Everything that can fail before a process is started; the model folder, or what the environment offers."""
 
     def interrupted() -> bool:
         return interrupts.count > 0
 
-    preflight.check_address(config.buffer)
+    preflight.check_address(config.buffer, setting)
     if isinstance(config, ControlConfig):
         return control_checks.check_run(config, env, out / "logs", interrupted, with_actors=with_actors)
     log = out / "logs" / "warmup.log"
@@ -256,8 +264,7 @@ def _launch(
                 console.print(f"{who} connect with: async-rl actor CONFIG.toml{flag} --connect {where}")
         for index in range(1, hosts.count):
             console.print(
-                f"learner host {index} joins with: async-rl learner CONFIG.toml --nnodes {hosts.count} "
-                f"--node-rank {index} --rendezvous {hosts.address.removeprefix('tcp://')}",
+                f"learner host {index} joins with: async-rl learner CONFIG.toml {hosts.options(index)}",
                 soft_wrap=True,
             )
         return Client(address, "monitor", f"launcher-{os.getpid()}", config.contract_hash(), keys=keys)
@@ -270,6 +277,9 @@ def _launch(
         console.print("no evaluation: with env.spaces this host is not asked to make the environment")
     gpus = [] if config.device == "cpu" else visible_gpus(env)
     mine = [] if with_actors else gpus[:ranks]
+    assigned = assign_gpus(gpus, ranks, actors, _with_model(config, scorers), colocated=config.actors.colocated)
+    if config.weights.path == "broadcast":
+        check_broadcast(assigned, actors)
     with claimed(mine, "learner"), make_display(console, config) as display:
         return Launcher(
             commands=Commands(
@@ -281,13 +291,7 @@ def _launch(
                 hosts=hosts,
             ),
             env=env,
-            gpus=assign_gpus(
-                gpus,
-                ranks,
-                actors,
-                _with_model(config, scorers),
-                colocated=config.actors.colocated,
-            ),
+            gpus=assigned,
             actors=actors,
             scorers=scorers,
             evaluates=evaluates,

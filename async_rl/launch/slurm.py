@@ -7,6 +7,7 @@ job, options ─► slurm_script ─► bash -n ─┬─ --dry-run ─► sbatc
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,11 +16,13 @@ from pathlib import Path
 
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.launch.job import Job
-from async_rl.launch.slurm_script import SlurmOptions, slurm_script
+from async_rl.launch.slurm_script import WARNING_S, SlurmOptions, scorer_guests, slurm_script
 
 SBATCH_S = 60.0
 """The controller answers within this time."""
-_TIME = r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}"
+_MINUTES = re.compile(r"(\d+)(?::(\d\d))?")
+_HOURS = re.compile(r"(\d+):(\d\d):(\d\d)")
+_DAYS = re.compile(r"(\d+)-(\d+)(?::(\d\d))?(?::(\d\d))?")
 _PORTS = range(1024, 65_536)
 
 
@@ -39,24 +42,27 @@ def run_slurm(job: Job, options: SlurmOptions, say: Callable[[str], object], *, 
     _check(job, options)
     scripts = launch_scripts()
     text = slurm_script(job, options, scripts, sys.executable)
-    _ask(["bash", "-n", "/dev/stdin"], text, "the script")
+    _ask(["bash", "-n", "/dev/stdin"], text, "bash -n, the check of the script,")
+    has_sbatch = shutil.which("sbatch") is not None
     if dry_run:
         say(text)
-        if shutil.which("sbatch") is None:
-            say("# checked: bash -n (no sbatch here, so Slurm was not asked)")
-        else:
+        if has_sbatch:
             _, told = _ask(["sbatch", "--test-only"], text, "sbatch --test-only")
             say(f"# checked: bash -n, sbatch --test-only: {told.strip()}")
+        else:
+            say("# checked: bash -n; sbatch was not found on this host, so Slurm itself was not asked")
         return 0
-    if shutil.which("sbatch") is None:
+    if not has_sbatch:
         raise ConfigError("there is no sbatch on this host: submit from a login node of the cluster, or use --dry-run")
+    job.make()
     job.write()
     script = job.files / "job.sbatch"
     script.write_text(text, encoding="utf-8")
     out, _ = _ask(["sbatch", "--parsable", str(script)], "", "sbatch")
     number = out.strip().partition(";")[0]
+    again = shlex.join(["sbatch", str(script)])
     say(f"job {number} is submitted; its log: {job.files / f'slurm-{number}.log'}")
-    say(f"to stop it with a checkpoint: scancel --signal=TERM {number}; to go on with the run: sbatch {script}")
+    say(f"to stop it with a checkpoint: scancel --signal=TERM {number}; to go on with the run: {again}")
     return 0
 
 
@@ -76,24 +82,43 @@ def launch_scripts() -> Path:
     return folder
 
 
+def limit_s(time: str) -> int:
+    """Seconds of a time limit in one of Slurm's forms: ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``.
+
+    Raises:
+        ConfigError: it is of another form.
+    """
+    if match := _DAYS.fullmatch(time):
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    elif match := _HOURS.fullmatch(time):
+        days, (hours, minutes, seconds) = 0, (int(part) for part in match.groups())
+    elif match := _MINUTES.fullmatch(time):
+        days, hours, (minutes, seconds) = 0, 0, (int(part or 0) for part in match.groups())
+    else:
+        raise ConfigError(f"--time {time!r}: write it as MINUTES, HH:MM:SS or DAYS-HH")
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 def _check(job: Job, options: SlurmOptions) -> None:
-    """Refuse what Slurm or the learner would refuse later."""
-    if options.time is not None and not re.fullmatch(_TIME, options.time):
-        raise ConfigError(f"--time {options.time!r}: write it as MINUTES, HH:MM:SS or DAYS-HH")
+    """Refuse what Slurm, the learner or the actors would refuse later."""
+    if options.time is not None and limit_s(options.time) <= 2 * WARNING_S:
+        raise ConfigError(
+            f"--time {options.time!r}: {WARNING_S} s before the limit the run is asked to stop, so ask for more than "
+            f"{2 * WARNING_S // 60} minutes"
+        )
     if options.port is not None and options.port not in _PORTS:
         raise ConfigError(f"--port {options.port}: choose one from {_PORTS.start} to {_PORTS.stop - 1}")
     ranks, nodes = job.config.learner.ranks, options.learner.nodes
-    if ranks % nodes:
-        raise ConfigError(f"learner.ranks = {ranks} cannot be split over {nodes} nodes: choose a multiple of them")
     if options.learner.gpus and ranks > nodes * options.learner.gpus:
         raise ConfigError(
             f"learner.ranks = {ranks} on {nodes} nodes with {options.learner.gpus} GPUs each: ask for more GPUs, or "
             "lower learner.ranks"
         )
-    if nodes > 1 and not options.trusted_network:
+    guests, gpus = scorer_guests(job, options), options.actor.gpus
+    if gpus and guests + (options.engines or 1) > gpus:
         raise ConfigError(
-            f"{nodes} learner nodes: gloo and NCCL do not encrypt what ranks tell each other; say --trusted-network if "
-            "only you and your cluster can read that network"
+            f"an actor node has {gpus} GPUs, but {options.engines or 1} engines and {guests} scorers want one "
+            "each: ask for more GPUs or more actor nodes, or for fewer engines or scorers"
         )
 
 

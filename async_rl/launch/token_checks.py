@@ -9,10 +9,12 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from async_rl.base_checksum import base_of
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.launch import preflight, roles, task_checks
 from async_rl.launch.overview import num_published
+from async_rl.weights.trust import sending_host
 
 
 def check_run(
@@ -39,6 +41,8 @@ def check_run(
         AsyncRLError: the model could not be built.
     """
     check_adapter(config)
+    if config.weights.path == "broadcast":
+        sending_host(config)
     if with_actors:
         preflight.check_engine(config)
     preflight.check_verifier(config.task, env, interrupted)
@@ -46,6 +50,7 @@ def check_run(
     if with_actors:
         roles.check_reward(config, env)
     model = preflight.ensure_model(config, env, log, say, interrupted)
+    base_of(config)  # the server reads it too, and has a minute to start: it finds a large one in memory then
     if config.needs_reference:
         roles.ensure_reference(config, model, env, log, say, interrupted)
     preflight.check_limits(config, model)
@@ -63,7 +68,7 @@ def check_adapter(config: Config) -> None:
     """
     if config.lora.is_on and importlib.util.find_spec("peft") is None:
         raise ConfigError(
-            f"lora.rank = {config.lora.rank}, but peft is not installed on the learner's host: "
+            f"lora.rank = {config.lora.rank}, but peft is not installed on the learner's host; "
             "`pip install 'async-rl[lora]'`"
         )
 

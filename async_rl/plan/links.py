@@ -1,6 +1,6 @@
-"""What each link and each host of a run carries in a step, from its size: bytes, seconds, and which is full first.
+"""What each link and each process of a run carries in a step, from its size: bytes, seconds, and which is full first.
 
-    parameters, hosts, ranks, step, link ─► Scale ─► loads ─► the fullest link, and what to do about it
+    parameters, hosts, ranks, step, link ─► Scale ─► loads ─► the fullest one, and what to do about it
 
 W = parameters x bytes of one as published; d = share of W that is sent (below 1: differences); k = weights.relay. Pure.
 """
@@ -19,6 +19,10 @@ _MASTER = 4
 """Bytes of a float32: master weights, gradients, each moment of AdamW."""
 _VERSIONS = 3
 """Held in shared memory: the learner's slots; on an actor host the one in use, the next, and one after that."""
+PLAIN_BYTES_S, KEYED_BYTES_S = 4.7e9, 1.5e9
+"""What one process sends or receives over the network, without keys and with: measured, see docs/scaling.md."""
+ENCODE_BYTES_S, APPLY_BYTES_S = 2.4e9, 1.2e9
+"""Bytes of a version whose differences are made by four threads, and applied by one: measured there, too."""
 _SUFFIX = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -51,6 +55,8 @@ class Scale:
     """Of one forward and backward of a rank."""
     link_bytes_s: float
     """What a host's link carries in each direction, and a rank's to the others."""
+    keys: bool = False
+    """``buffer.keys``: all is encrypted."""
 
     def __post_init__(self) -> None:
         ranges = {
@@ -87,11 +93,20 @@ class Scale:
     def live_s(self) -> float:
         """Seconds from publishing until the last host has a version, if nothing else uses the links.
 
-        W d / L once for all with relays, since all stripes move at the same time, and one chunk more for each host on
-        the way; one after the other without.
+        Once for all with relays, since all stripes move at the same time, and one chunk more for each host on the way;
+        one after the other without. As slow as what is slowest: the link, the process that sends, or the differences.
         """
         times = 1 if self.relay else self.hosts
-        return (times * self.version_bytes * self.sent + (self.depth - 1) * self.chunk_bytes) / self.link_bytes_s
+        sent = times * self.version_bytes * self.sent
+        seconds = [sent / self.link_bytes_s, sent / self.process_bytes_s]
+        if self.sent < 1:
+            seconds += [self.version_bytes / ENCODE_BYTES_S, self.version_bytes / APPLY_BYTES_S]
+        return max(seconds) + (self.depth - 1) * self.chunk_bytes / self.link_bytes_s
+
+    @property
+    def process_bytes_s(self) -> float:
+        """What a process that sends or receives weights can take."""
+        return KEYED_BYTES_S if self.keys else PLAIN_BYTES_S
 
     @property
     def passes(self) -> int:
@@ -111,19 +126,19 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one link carries."""
+    """What one link carries, or one process."""
 
     where: str
     bytes_per_step: float
     bytes_per_s: float
     share: float
-    """Of the link."""
+    """Of what it can carry."""
     remedy: str
     """What helps when it is full."""
 
 
 def loads(scale: Scale) -> list[Load]:
-    """All links, the learner's first."""
+    """All links, the learner's first, then the processes that weights go through."""
     sent, others = scale.version_bytes * scale.sent, (scale.ranks - 1) / scale.ranks
     if scale.sharded:  # parameters in bfloat16 for each forward, backward and publication; gradients in float32
         each = scale.passes * (2 * 2 + _MASTER) + 2
@@ -131,30 +146,55 @@ def loads(scale: Scale) -> list[Load]:
     else:
         between, step = 2 * others * scale.parameters * _MASTER, "all-reduce"
     relayed = sent * (scale.hosts - 1) / scale.hosts if scale.relay else 0.0
+    out = sent * (1 if scale.relay else scale.hosts)
+    link, process = scale.link_bytes_s, scale.process_bytes_s
     faster = "weights.delta = true, a longer step (more groups per step), or a faster link"
+    longer = "a longer step (more groups per step)"
+    cheaper = f"weights.delta = true, or {longer}" if scale.sent == 1 else longer
+    if scale.keys:
+        cheaper += ", or no keys in a network of your own (--insecure)"
     found = [
-        ("learner host, out: weights", sent * (1 if scale.relay else scale.hosts), _of_learner(scale, faster)),
-        ("actor host, in: weights", sent, faster),
-        ("actor host, out: weights to other hosts", relayed, faster),
+        ("learner host, out: weights", out, link, _of_learner(scale, faster)),
+        ("actor host, in: weights", sent, link, faster),
+        ("actor host, out: weights to other hosts", relayed, link, faster),
         (
             "learner host, in: trajectories",
             scale.tokens_per_step * BYTES_PER_TOKEN,
+            link,
             "shorter answers, fewer of them in a step, or a faster link of the learner host",
         ),
         (
             f"rank, in and out: {step}",
             between,
+            link,
             "links between the ranks that are faster than those between hosts (NVLink, InfiniBand), or a larger batch",
         ),
+        ("chunk server, one core", out, process, _of_learner(scale, cheaper)),
+        ("receiver of a host, one core", sent, process, cheaper),
     ]
+    if scale.sent < 1:
+        found += [
+            (
+                "chunk server, differences made",
+                scale.version_bytes,
+                ENCODE_BYTES_S,
+                f"weights.delta = false, or {longer}",
+            ),
+            (
+                "receiver, differences applied",
+                scale.version_bytes,
+                APPLY_BYTES_S,
+                f"weights.delta = false, or {longer}",
+            ),
+        ]
     return [
-        Load(where, carried, carried / scale.step_s, carried / scale.step_s / scale.link_bytes_s, remedy)
-        for where, carried, remedy in found
+        Load(where, carried, carried / scale.step_s, carried / scale.step_s / capacity, remedy)
+        for where, carried, capacity, remedy in found
     ]
 
 
 def fullest(scale: Scale) -> Load:
-    """The link that is full first when everything gets larger or faster."""
+    """What is full first when everything gets larger or faster."""
     return max(loads(scale), key=lambda load: load.share)
 
 

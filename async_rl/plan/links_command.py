@@ -69,6 +69,7 @@ def run_links(
         tokens_per_step=config.buffer.groups_per_step * config.group_size * (mean_tokens or config.max_sampled),
         micro_batch_tokens=config.learner.micro_batch_tokens,
         link_bytes_s=link_gbit * _GBIT,
+        keys=bool(config.buffer.keys),
     )
     _show(scale)
     if out is not None:
@@ -94,7 +95,7 @@ def words(scale: Scale) -> list[str]:
     full = fullest(scale)
     return [
         f"A version: {format_bytes(scale.version_bytes)}; all hosts have it {_short(scale.live_s)} s after publishing.",
-        f"Fullest: {full.where}, {_short(100 * full.share)} % of its link. "
+        f"Fullest: {full.where}, {_short(100 * full.share)} % of what it can carry. "
         + (f"That is too much: {full.remedy}." if full.share > 1 else f"When it is full: {full.remedy}."),
         f"Memory: {format_bytes(scale.rank_bytes)} a rank without activations, {format_bytes(scale.shared_bytes)} of "
         "/dev/shm on every host.",
@@ -112,7 +113,7 @@ def cells(load: Load) -> tuple[str, str, str, str]:
 
 
 def _show(scale: Scale) -> None:
-    table = Table("link", "a step", "a second", "of the link")
+    table = Table("link or process", "a step", "a second", "of what it can carry")
     for load in loads(scale):
         table.add_row(*cells(load))
     console = Console()
@@ -127,7 +128,7 @@ def _short(number: float) -> str:
 
 
 def page_table() -> str:
-    """The table of docs/scaling.md: three sizes, 100 Gbit/s a host."""
+    """The table of docs/scaling.md: three sizes, 100 Gbit/s a host, keys."""
     rows = [
         "| | 7B | 70B | 1T |",
         "|---|---|---|---|",
@@ -145,6 +146,9 @@ def page_table() -> str:
         ("actor host out", [_cell(s, 2) for s in scales]),
         ("trajectories into the learner host", [_cell(s, 3) for s in scales]),
         ("rank to ranks, `fsdp`", [_cell(s, 4) for s in scales]),
+        ("chunk server with keys, `relay = 0`", [_cell(s, 5) for s in direct]),
+        ("receiver of a host with keys, `relay = 4`", [_cell(s, 6) for s in scales]),
+        ("receiver, differences applied", [_cell(s, 8) for s in changed]),
         ("live on all hosts, `relay = 0`", [f"{_short(s.live_s)} s" for s in direct]),
         ("live on all hosts, `relay = 4`", [f"{_short(s.live_s)} s" for s in scales]),
         ("the same with `delta`, d = 0.1", [f"{_short(s.live_s)} s" for s in changed]),
@@ -152,6 +156,7 @@ def page_table() -> str:
         ("/dev/shm of a host", [format_bytes(s.shared_bytes) for s in scales]),
         ("fullest, `relay = 0`", [fullest(s).where.partition(":")[0] for s in direct]),
         ("fullest, `relay = 4`", [fullest(s).where.partition(":")[0] for s in scales]),
+        ("fullest, `relay = 4` and `delta`", [fullest(s).where.partition(":")[0] for s in changed]),
     ]
     rows += [f"| {name} | {' | '.join(values)} |" for name, values in described]
     return "\n".join(rows)
@@ -165,4 +170,4 @@ def _cell(scale: Scale, index: int) -> str:
 _SIZES = ((7e9, 8, 8, 30.0), (70e9, 32, 64, 120.0), (1e12, 128, 512, 600.0))
 """Parameters, actor hosts, ranks, seconds of a step."""
 _SENT = 0.1
-_EXAMPLE = partial(Scale, relay=4, sharded=True, tokens_per_step=64 * 16 * 4096.0, link_bytes_s=100 * _GBIT)
+_EXAMPLE = partial(Scale, relay=4, sharded=True, tokens_per_step=64 * 16 * 4096.0, link_bytes_s=100 * _GBIT, keys=True)

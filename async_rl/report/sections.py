@@ -141,6 +141,8 @@ def weights(summary: Mapping[str, Any]) -> str:
         ["bytes of a version", format_bytes(facts["bytes"]) if facts.get("bytes") else "–"],
         ["versions published", f"{facts.get('versions', 0):,}"],
         *([label, _number(facts.get(name), ".4f") or "–"] for name, label in _WEIGHT_TIMES.items()),
+        *([label, format_bytes(facts[name])] for name, label in _WEIGHT_BYTES.items() if facts.get(name)),
+        *([label, f"{facts.get(name) or 0:,}"] for name, label in _WEIGHT_COUNTS.items() if facts.get("chunks")),
     ]
     return section("Weights", table(["", ""], rows))
 
@@ -151,6 +153,16 @@ _WEIGHT_TIMES = {
     "commit_s": "swap into the engine, mean s",
     "pause_s": "generation paused for a swap, median s",
     "pause_share": "share of the actors' time that these pauses took",
+}
+_WEIGHT_BYTES = {
+    "learner_bytes": "received over the network from the learner",
+    "relay_bytes": "received from other actor hosts",
+}
+_WEIGHT_COUNTS = {
+    "chunks": "chunks received",
+    "delta_chunks": "of them as differences",
+    "failed_deltas": "differences that were wrong, and sent whole",
+    "relays_left": "times that an actor host was given up for the learner",
 }
 
 

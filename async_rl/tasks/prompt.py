@@ -16,7 +16,8 @@ def encode_prompt(tokenizer: Any, problem: Problem, task: TaskConfig) -> tuple[i
     """Return the token ids [num_prompt] of ``instruction + prompt``, as the last turn of a chat when ``task.chat``.
 
     In a chat, and in what an environment says, control tokens are text; in a plain prompt of the data they are tokens,
-    because the data may hold prompts in which a template was filled in before.
+    because the data may hold prompts in which a template was filled in before. In the instruction, which is a setting
+    and no data, they are tokens: it may hold turns that were solved before (preset ``smollm2``).
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -30,11 +31,13 @@ def encode_prompt(tokenizer: Any, problem: Problem, task: TaskConfig) -> tuple[i
     text = task.instruction + problem.prompt
     marks: dict[str, str] = {}
     if task.chat:
-        contents, marks = guard(tokenizer, [*(m["content"] for m in problem.before), text])
+        contents, marks = guard(tokenizer, [*(m["content"] for m in problem.before), problem.prompt])
+        contents[-1] = task.instruction + contents[-1]
         roles = [*(m["role"] for m in problem.before), "user"]
         text = _render(tokenizer, [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)])
     elif task.environment:
-        (text,), marks = guard(tokenizer, [text])
+        (guarded,), marks = guard(tokenizer, [problem.prompt])
+        text = task.instruction + guarded
     ids = encode(tokenizer, text, marks, add_special_tokens=not task.chat)
     if not ids:
         raise ValueError(f"the tokenizer makes no token of the prompt {text!r}")

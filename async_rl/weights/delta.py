@@ -1,7 +1,7 @@
 """The lossless difference of two versions of a chunk: what optimiser steps change is a little of each number.
 
-    new - base as whole numbers, mod 2^n ─► zigzag: 0 -1 1 -2 2 ... ─► planes of bytes ─► deflate ─► frame
-    frame ─► inflate ─► planes ─► zigzag undone ─► added to the base in place, mod 2^n
+    new - base as whole numbers, mod 2^n ─► zigzag: 0 -1 1 -2 2 ... ─► planes of bytes ─► zstandard ─► frame
+    frame ─► as many bytes as the base has, or none ─► planes ─► zigzag undone ─► added to the base in place, mod 2^n
 
 The bits of a float as a whole number rise with its size, so that a small change of the value is a small number, also
 where the exponent changes and an XOR would flip many bits. The upper planes are then nearly all zeros. Pure.
@@ -9,17 +9,17 @@ where the exponent changes and an XOR would flip many bits. The upper planes are
 
 from __future__ import annotations
 
-import zlib
-
 import numpy as np
+import zstandard
 
 from async_rl.errors import WeightsError
 
-_RAW = -15
-"""Deflate without header and checksum: the chunk has one of its own."""
 _SIZES = (2, 4)
-_LEVEL = 1
-"""With Z_RLE: runs of no change come again, words of changes do not; to look for them costs bytes (docs/scaling.md)."""
+_SETTINGS = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6)
+"""With a table that finds little but runs: changes do not come again as words do, and to look for them costs time
+(docs/scaling.md). It writes the size of what it packs into the frame."""
+_BLOCK = 1 << 16
+"""Numbers that are worked on at a time, so that they stay in the cache between one operation and the next."""
 
 
 def encode(base: memoryview, new: memoryview, itemsize: int) -> bytes:
@@ -36,12 +36,16 @@ def encode(base: memoryview, new: memoryview, itemsize: int) -> bytes:
     if itemsize not in _SIZES or base.nbytes != new.nbytes or new.nbytes % itemsize:
         raise ValueError(f"a delta from {base.nbytes} to {new.nbytes} bytes of elements of {itemsize}")
     kind = f"u{itemsize}"
-    difference = np.frombuffer(new, kind) - np.frombuffer(base, kind)
-    sign = (difference.view(f"i{itemsize}") >> (8 * itemsize - 1)).view(kind)
-    folded = (difference << 1) ^ sign
-    planes = np.ascontiguousarray(folded.view(np.uint8).reshape(-1, itemsize).T)
-    packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, _RAW, zlib.DEF_MEM_LEVEL, zlib.Z_RLE)
-    return b"".join((bytes([itemsize]), packer.compress(planes.data), packer.flush()))
+    olds, news = np.frombuffer(base, kind), np.frombuffer(new, kind)
+    planes = np.empty((itemsize, len(news)), np.uint8)
+    for first in range(0, len(news), _BLOCK):
+        block = slice(first, first + _BLOCK)
+        difference = news[block] - olds[block]
+        sign = (difference.view(f"i{itemsize}") >> (8 * itemsize - 1)).view(kind)
+        folded = (difference << 1) ^ sign
+        for plane in range(itemsize):
+            planes[plane, block] = folded >> (8 * plane)  # the lowest byte of that
+    return bytes([itemsize]) + zstandard.ZstdCompressor(compression_params=_SETTINGS).compress(planes.data)
 
 
 def apply(target: memoryview, frame: bytes | memoryview) -> None:
@@ -57,15 +61,26 @@ def apply(target: memoryview, frame: bytes | memoryview) -> None:
     itemsize = frame[0] if len(frame) else 0
     if itemsize not in _SIZES or target.nbytes % itemsize:
         raise WeightsError(f"no delta for {target.nbytes} bytes: elements of {itemsize}")
-    unpacker = zlib.decompressobj(_RAW)
-    try:
-        packed = unpacker.decompress(frame[1:], target.nbytes + 1)  # no more, whatever it says
-    except zlib.error as error:
-        raise WeightsError(f"a damaged delta: {error}") from None
-    if len(packed) != target.nbytes:
-        raise WeightsError(f"a delta of {len(packed)} bytes for {target.nbytes}")
     kind = f"u{itemsize}"
-    planes = np.frombuffer(packed, np.uint8).reshape(itemsize, -1)
-    folded = np.ascontiguousarray(planes.T).view(kind).ravel()
+    planes = np.frombuffer(_unpacked(frame[1:], target.nbytes), np.uint8).reshape(itemsize, -1)
     values = np.frombuffer(target, kind)
-    values += (folded >> 1) ^ -(folded & 1)
+    for first in range(0, len(values), _BLOCK):
+        block = slice(first, first + _BLOCK)
+        folded = planes[0, block].astype(kind)
+        for plane in range(1, itemsize):
+            folded |= planes[plane, block].astype(kind) << (8 * plane)
+        sign = -(folded & 1)
+        folded >>= 1
+        folded ^= sign
+        values[block] += folded
+
+
+def _unpacked(packed: bytes | memoryview, nbytes: int) -> bytes:
+    """What was packed, if it says that it is of this size: the memory for it is taken by what it says."""
+    try:
+        told = zstandard.frame_content_size(packed)
+        if told != nbytes:
+            raise WeightsError(f"a delta of another size: {told} bytes for {nbytes}")
+        return zstandard.ZstdDecompressor().decompress(packed, max_output_size=nbytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise WeightsError(f"a damaged delta: {error}") from None

@@ -20,6 +20,8 @@ from async_rl.weights.manifest import Manifest, copy_checksum
 
 Frames = tuple[bytes, ...]
 """Differences of one chunk, to be applied one after the other."""
+MOST_FRAMES = 4
+"""Of one chunk; each costs the time of a whole one, so that more are refused, whoever sends them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,8 @@ class Filling:
             self._frames[chunk] = tuple(bytes(frame) for frame in frames)
         self.num_done += not self.done[chunk]
         self.done[chunk] = 1
+        if self.complete:
+            self._base = None  # it may be written over, or given back, from now on
         return True
 
     def frames(self, chunk: int, base: str) -> Frames | None:
@@ -127,7 +131,7 @@ class Filling:
         return self._frames.get(chunk) if base and base == self.base else None
 
     def _apply(self, target: memoryview, chunk: int, frames: Sequence[memoryview]) -> int | None:
-        if self._base is None:
+        if self._base is None or len(frames) > MOST_FRAMES:
             return None
         target[:] = self.manifest.chunk(self._base, chunk)
         try:

@@ -3,24 +3,27 @@
     version v ◄──Link── v + 1 ◄──Link── v + 2          frames(chunk, base = v) at v + 2: two frames, v to v + 1 to v + 2
 
 A version's slot is written again two versions later: what was asked for in time stays, and leads on from there; what
-was not leads nowhere, and the whole chunk is sent. A base that is overwritten while it is read is found by its hash.
+was not leads nowhere, and the whole chunk is sent. Bytes that are overwritten while they are read are found by their
+hash. Frames of a few versions stay in memory: at most 0.6 of a version for each, and what is longer is not kept.
 """
 
 from __future__ import annotations
 
+import threading
+
 import xxhash
 
 from async_rl.weights.delta import encode
-from async_rl.weights.filling import Filling, Frames
+from async_rl.weights.filling import MOST_FRAMES, Filling, Frames
+from async_rl.weights.manifest import Manifest
 
-MOST_LINKS = 4
-"""Versions back that differences lead from; each link's frames stay in memory."""
 MOST_OF_CHUNK = 0.6
 """Differences that are longer than this share of a chunk are not sent, but the chunk."""
+_LOCKS = 16
 
 
 class Link:
-    """From one published version to the next; belongs to one thread.
+    """From one published version to the next. Any thread may ask; each chunk is encoded once.
 
     Args:
         base: the older version.
@@ -29,9 +32,11 @@ class Link:
 
     def __init__(self, base: Filling, new: Filling) -> None:
         self._base, self._new = base, new
-        self._itemsize = 4 if new.manifest.tensors[0].dtype == "float32" else 2
+        self._itemsize = _itemsize(new.manifest)
         self._made: dict[int, bytes] = {}
         """Empty where there is no use in it."""
+        self._locks = [threading.Lock() for _ in range(_LOCKS)]
+        """Chunk i is encoded by who holds lock i mod 16."""
 
     def frames(self, chunk: int, base: str) -> Frames | None:
         """See :meth:`async_rl.weights.filling.Filling.frames`."""
@@ -40,13 +45,7 @@ class Link:
         if before is None or not own:
             return None
         frames = (*before, own)
-        most = MOST_OF_CHUNK * self._new.manifest.chunk(self._new.data, chunk).nbytes
-        return frames if sum(map(len, frames)) <= most else None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all frames that were made."""
-        return sum(map(len, self._made.values()))
+        return frames if sum(map(len, frames)) <= self._most(chunk) else None
 
     def cut(self, links: int) -> None:
         """Keep so many links, this one counted."""
@@ -57,24 +56,32 @@ class Link:
             older.cut(links - 1)
 
     def _frame(self, chunk: int) -> bytes:
-        made = self._made.get(chunk)
-        if made is None:
-            made = self._made[chunk] = self._encode(chunk)
+        with self._locks[chunk % _LOCKS]:
+            made = self._made.get(chunk)
+            if made is None:
+                made = self._made[chunk] = self._encode(chunk)
         return made
 
     def _encode(self, chunk: int) -> bytes:
-        old, new = self._base.manifest, self._new.manifest
-        base = old.chunk(self._base.data, chunk)
-        frame = encode(base, new.chunk(self._new.data, chunk), self._itemsize)
-        is_intact = xxhash.xxh3_64_intdigest(base) == old.chunks[chunk]
-        return frame if is_intact else b""
+        sides = [(side.manifest.chunk(side.data, chunk), side.manifest) for side in (self._base, self._new)]
+        frame = encode(sides[0][0], sides[1][0], self._itemsize)
+        are_intact = all(xxhash.xxh3_64_intdigest(data) == manifest.chunks[chunk] for data, manifest in sides)
+        return frame if are_intact and len(frame) <= self._most(chunk) else b""
+
+    def _most(self, chunk: int) -> float:
+        return MOST_OF_CHUNK * self._new.manifest.chunk(self._new.data, chunk).nbytes
 
 
 def link(base: Filling, new: Filling) -> None:
     """Let differences lead from one published version to the next, where they are of the same tensors."""
     old, manifest = base.manifest, new.manifest
     same = (old.tensors, old.nbytes, old.chunk_bytes) == (manifest.tensors, manifest.nbytes, manifest.chunk_bytes)
-    if same and manifest.tensors:
+    if same and not (manifest.nbytes % _itemsize(manifest) or manifest.chunk_bytes % _itemsize(manifest)):
         made = Link(base, new)
         new.differences = made
-        made.cut(MOST_LINKS)
+        made.cut(MOST_FRAMES)
+
+
+def _itemsize(manifest: Manifest) -> int:
+    """Bytes of a number: 4 where all are float32."""
+    return 4 if all(tensor.dtype == "float32" for tensor in manifest.tensors) else 2

@@ -2,7 +2,8 @@
 
     fill ─► Pull: ask all sources ─► wait for whoever answers ─► receive ─► what time does ─► until nothing is missing
 
-Whom it asks for what, and when it gives somebody up, is in :mod:`async_rl.weights.pull`. In any case it ends.
+Whom it asks for what, and when it gives somebody up, is in :mod:`async_rl.weights.pull`. In any case it ends. Who was
+given up is not asked for a minute, so that a host that nobody reaches costs its patience once and not for each version.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import zmq
 
 from async_rl.curve import ClientKeys, secure_client
+from async_rl.route import speak_its_family
 from async_rl.weights.filling import Filling
 from async_rl.weights.manifest import Manifest
-from async_rl.weights.pull import WINDOW_CHUNKS, Pull, TransferError
+from async_rl.weights.pull import WINDOW_CHUNKS, Pull, TransferError, watched
 from async_rl.weights.tree import Parent
 
 _HEADER_BYTES = 4096
+_AVOIDED_S = 60.0
 
 
 def _nothing() -> None:
@@ -43,7 +46,9 @@ class Puller:
         self.parents: tuple[Parent, ...] = ()
         """Whom the next pull asks for its stripes; empty: the learner for all."""
         self.counts: Counter[str] = Counter()
-        """``left``: parents that were given up; ``differences`` that led to wrong bytes."""
+        """See :mod:`async_rl.weights.pull`."""
+        self._avoided: dict[str, float] = {}
+        """Addresses of parents, until when the learner is asked in their place."""
         self._stop = stop
         self._stall_s = stall_s
         self._keys = keys
@@ -64,7 +69,7 @@ class Puller:
         Raises:
             TransferError: the learner no longer holds the version, does not answer, or keeps sending wrong bytes.
         """
-        pull = Pull(filling, self.address, self.parents, self._stall_s, self._connect, self.counts)
+        pull = Pull(filling, self.address, self._fit_parents(), self._stall_s, self._connect, self.counts)
         try:
             while not filling.complete:
                 for source in pull.sources:
@@ -74,7 +79,8 @@ class Puller:
                 pull.look(time.monotonic())
         finally:
             for source in pull.sources:
-                source.socket.close()
+                source.close()
+            self._avoid(pull.unfit)
 
     def close(self) -> None:
         """Free the context."""
@@ -86,6 +92,8 @@ class Puller:
         poller.register(self._stop, zmq.POLLIN)
         for source in pull.sources:
             poller.register(source.socket, zmq.POLLIN)
+            if source.watch is not None and not source.is_done:
+                poller.register(source.watch, zmq.POLLIN)
         left_s = min(self._stall_s, pull.deadline - time.monotonic())
         ready = dict(poller.poll(max(1, math.ceil(left_s * 1e3))))
         if self._stop in ready:
@@ -93,6 +101,18 @@ class Puller:
         for source in [source for source in pull.sources if source.socket in ready]:
             if pull.receive(source, source.socket.recv_multipart(zmq.NOBLOCK, copy=False)):
                 news()
+        for source in [source for source in pull.sources if source.watch in ready and source.socket not in ready]:
+            pull.lost(source)  # once all is taken that has come before
+
+    def _fit_parents(self) -> tuple[Parent, ...]:
+        now = time.monotonic()
+        self._avoided = {address: until for address, until in self._avoided.items() if until > now}
+        return tuple(Parent("", -1) if parent.address in self._avoided else parent for parent in self.parents)
+
+    def _avoid(self, unfit: Mapping[str, str]) -> None:
+        for address, why in unfit.items():
+            self._avoided[address] = time.monotonic() + _AVOIDED_S
+            print(f"weights: {address} is asked for nothing for {_AVOIDED_S:.0f} s, the learner is: {why}", flush=True)
 
     def _connect(self, address: str, manifest: Manifest, *, relay: bool) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
@@ -104,6 +124,9 @@ class Puller:
             socket.set(zmq.RCVHWM, 2 * WINDOW_CHUNKS[1])
             if self._keys is not None:
                 secure_client(socket, self._keys.of_peer() if relay else self._keys)
+            if relay:
+                watched(socket)
+            speak_its_family(socket, address)
             socket.connect(address)
         except zmq.ZMQError:
             socket.close()

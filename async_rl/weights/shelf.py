@@ -17,6 +17,9 @@ from async_rl.errors import WireError
 from async_rl.weights.filling import Filling
 from async_rl.wire import Header, pack_header
 
+Answer = list[Any] | None
+"""Parts of a message; ``None``: not yet."""
+
 
 class Shelf:
     """Versions that are served. All methods may be called from any thread.
@@ -53,7 +56,7 @@ class Shelf:
         """Hold nothing."""
         self.keep(())
 
-    def answer(self, header: Header) -> list[Any] | None:
+    def answer(self, header: Header) -> Answer:
         """The parts of the answer; ``None``: not yet.
 
         Raises:
@@ -71,12 +74,12 @@ class Shelf:
         if not held:
             if self._patient and (epoch, version) > max(orders, default=(-1, -1)):
                 return None
-            self._counts["gone"] += 1
+            self._count(gone=1)
             newest = max((number for _, number in orders), default=-1)
             return [pack_header({"type": "gone", "version": version, "newest": newest})]
         return self._chunk(held[0], chunk, base)
 
-    def _chunk(self, filling: Filling, chunk: int, base: str) -> list[Any] | None:
+    def _chunk(self, filling: Filling, chunk: int, base: str) -> Answer:
         manifest = filling.manifest
         if not 0 <= chunk < len(manifest.chunks):
             raise WireError("bad_header", f"chunk {chunk} of {len(manifest.chunks)}")
@@ -87,7 +90,10 @@ class Shelf:
         parts: list[Any] = [manifest.chunk(filling.data, chunk)]
         if frames is not None:
             told["base"], parts = base, list(frames)
-            self._counts["differences"] += 1
-        self._counts["served"] += 1
-        self._counts["bytes"] += sum(memoryview(part).nbytes for part in parts)
+        nbytes = sum(memoryview(part).nbytes for part in parts)
+        self._count(served=1, differences=int(frames is not None), bytes=nbytes)
         return [pack_header(told), *parts]
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            self._counts.update(counts)

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from async_rl.bench.weights_delta import newest_two
 from async_rl.bench.weights_parts import answer_lines
 from async_rl.errors import ConfigError
-from async_rl.runfolder import RunFolder
+from async_rl.runfolder import model_folder
 from learner.publisher import Layout, Publisher
 
 
@@ -33,9 +34,7 @@ class Republishing:
     """
 
     def __init__(self, run_id: str, run: Path, chunk_bytes: int) -> None:
-        folders = sorted(RunFolder(run).checkpoints(), key=_step)[-2:]
-        if len(folders) < 2:
-            raise ConfigError(f"{run} has no two checkpoints: run it with checkpoint.every=1, and checkpoint.keep=2")
+        folders = newest_two(run)
         loaded = [_flat(folder) for folder in folders]
         layout = loaded[0][1]
         if layout != loaded[1][1]:
@@ -65,7 +64,8 @@ def _step(folder: Path) -> int:
 
 def _flat(checkpoint: Path) -> tuple[torch.Tensor, Layout]:
     """Float32 [num_flat] and where each tensor lies in it."""
-    files = sorted((checkpoint / "hf").glob("*.safetensors")) or sorted(checkpoint.glob("policy.safetensors"))
+    inner = model_folder(checkpoint)
+    files = sorted(inner.glob("policy.safetensors" if inner == checkpoint else "*.safetensors"))
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     layout, first = [], 0
     for name in sorted(tensors):

@@ -174,7 +174,7 @@ class Play:
             case "dead":
                 return {"name": choices.pick(("A", "S", "L", "E", "nobody"))}
             case "muster":
-                return {"settings": shared_settings(self.config), "store": "h:1"}
+                return {"settings": shared_settings(self.config), "group": "2 hosts", "store": "h:1"}
             case "done":
                 return {"stopped": bool(choices.below(2))}
         return {"reason": "r"}

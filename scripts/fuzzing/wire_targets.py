@@ -1,4 +1,4 @@
-"""Decoders of what comes off a socket: headers, groups, annotations, manifests, requests and replies for weights."""
+"""Decoders of what comes off a socket: headers, groups, annotations, manifests, and all that carries weights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgpack
 
 from async_rl.data import Annotation
 from async_rl.errors import WeightsError, WireError
+from async_rl.weights.delta import apply, encode
 from async_rl.weights.filling import Base, Filling
 from async_rl.weights.manifest import Manifest
 from async_rl.weights.pull import Pull, TransferError
@@ -181,6 +182,17 @@ def _puller(folder: Path) -> Run:
     return run
 
 
+def _differences(folder: Path) -> Run:
+    base = memoryview(bytes(range(256)) * 16)
+    seeds = [encode(base, memoryview(bytes(base[::-1])), itemsize) for itemsize in (2, 4)]
+
+    def run(choices: Choices) -> list[str]:
+        frame = spoil.data(choices, choices.pick(seeds))
+        return [refused(lambda: apply(memoryview(bytearray(base)), frame))]
+
+    return run
+
+
 TARGETS = (
     Target("wire: header", _header),
     Target("wire: groups", _groups),
@@ -188,4 +200,5 @@ TARGETS = (
     Target("weights: manifest", _manifest),
     Target("weights: requests", _weights_server),
     Target("weights: replies", _puller),
+    Target("weights: differences", _differences),
 )

@@ -1,15 +1,19 @@
 """Hosts that send weights on: receivers that pretend to be hosts, and where a relay listens."""
 
 import contextlib
+import socket
+import time
 import uuid
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from actors.loop import TicketLoop
+from actors.process import Process
 from actors.receiver import Receiver
-from actors.relay import Relay, facing, open_relay
+from actors.relay import Relay, open_relay
 from async_rl.config import parse_config
 from async_rl.curve import ClientKeys, ServerKeys, make_keys
 from async_rl.errors import ConfigError
@@ -93,6 +97,20 @@ def test_the_learner_sends_each_version_once_however_many_hosts_there_are(world)
         assert world.server.counts["bytes"] - sent == manifest.nbytes
 
 
+def test_a_number_that_comes_again_with_other_bytes_in_a_later_epoch_is_another_version(world):
+    world.add(3, delta=True)
+    world.join(1)
+    for epoch, version in ((0, 3), (0, 4), (1, 4)):  # back to 3, and on from there
+        sent = world.server.counts["bytes"]
+        manifest, flat = world.publish(10 * epoch + version)
+        manifest = replace(manifest, version=version, epoch=epoch)
+        world.server.serve(manifest)
+        for prepared in world.deliver(manifest):
+            assert (prepared.manifest.order, prepared.received.get("relays_left", 0)) == ((epoch, version), 0)
+            assert torch.equal(bits(prepared), flat)
+        assert world.server.counts["bytes"] - sent <= manifest.nbytes
+
+
 def test_differences_go_through_the_trees_as_well(world):
     world.add(3, delta=True)
     world.join(2)
@@ -138,17 +156,59 @@ def test_a_relay_lets_in_those_who_have_its_key(tmp_path):
     assert ours.of_peer().server == ours.public
     assert ours.to_serve().clients == {ours.public}
     assert others.public not in ours.to_serve().clients
-    relay = Relay("tcp://127.0.0.1:*", ours)
-    assert relay.key == ours.public.decode()
-    relay.close()
 
 
-def test_the_address_that_faces_a_server_on_loopback_is_loopback():
-    assert facing("tcp://127.0.0.1:5555") == "127.0.0.1"
+class Joined:
+    """A process that has joined a run, and what it has told the server."""
+
+    def __init__(self, **weights):
+        self.said = []
+        self.parts = contextlib.ExitStack()
+        client = SimpleNamespace(
+            send=lambda kind, **fields: self.said.append((kind, fields)), weights_address="tcp://127.0.0.1:1"
+        )
+        self.process = Process(
+            name="a",
+            config=parse_config({"weights": weights}),
+            address="tcp://localhost:5555",
+            client=client,
+            keys=None,
+            welcome={"run_id": f"test-{uuid.uuid4().hex[:8]}"},
+            timer=None,
+            parts=self.parts,
+        )
+
+    def relay(self):
+        """Open its receiver; where it says that it can be reached."""
+        self.process.receiver(relays=True)
+        [(kind, fields)] = self.said
+        assert (kind, fields["key"]) == ("relay", "")
+        return fields["address"]
 
 
 def test_without_relays_nothing_listens():
-    assert open_relay(parse_config({}), "tcp://127.0.0.1:1", None) is None
+    joined = Joined()
+    with joined.parts:
+        joined.process.receiver(relays=True)
+    assert joined.said == []
+
+
+def test_a_fixed_port_is_had_by_one_process_of_a_host_and_the_other_says_that_it_cannot_listen(capsys):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    first, second = (Joined(relay=2, relay_port=port, path="zmq") for _ in range(2))
+    with first.parts, second.parts:
+        assert first.relay() == f"tcp://127.0.0.1:{port}"
+        assert second.relay() == ""
+    told = capsys.readouterr().out
+    assert f"tcp://127.0.0.1:{port}: Address already in use" in told
+    assert "one process of a host has weights.relay_port" in told
+
+
+def test_a_port_for_relays_is_refused_where_there_are_none():
+    with pytest.raises(ConfigError, match=r"weights.relay_port = 7000.*weights.relay = 0"):
+        parse_config({"weights": {"relay_port": 7000}})
 
 
 def test_relays_and_differences_are_refused_where_nothing_is_sent():
@@ -158,16 +218,17 @@ def test_relays_and_differences_are_refused_where_nothing_is_sent():
 
 
 def test_an_open_address_without_keys_is_not_listened_on(monkeypatch, capsys):
-    monkeypatch.setattr("actors.relay.facing", lambda server: "0.0.0.0")
-    config = parse_config({"weights": {"relay": 4}})
+    monkeypatch.setattr("actors.relay.route_to", lambda server: ("10.0.0.2", "10.0.0.1"))
+    config = parse_config({"weights": {"relay": 4, "relay_port": 7000}})
     assert open_relay(config, "tcp://h:1", None) is None
-    assert "others pull from the learner" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "weights.relay: this process would listen at tcp://10.0.0.2:7000: other hosts could reach it" in told
+    assert "buffer.bind" not in told
 
 
 def test_on_loopback_a_relay_listens_and_has_no_key():
     relay = open_relay(parse_config({"weights": {"relay": 4}}), "tcp://127.0.0.1:1", None)
     assert relay.address.startswith("tcp://127.0.0.1:")
-    assert relay.key == ""
     relay.close()
 
 
@@ -212,5 +273,34 @@ def test_with_keys_versions_go_from_the_learner_to_a_host_and_on_to_the_next(tmp
         assert (server.counts["bytes"], relays[0].counts["bytes"]) == (manifest.nbytes, manifest.nbytes)
 
 
-def test_a_server_may_be_named_by_its_name():
-    assert facing("tcp://localhost:5555") == "127.0.0.1"
+def test_who_is_to_be_told_its_parents_waits_for_that_with_its_first_version(world):
+    world.add(1)
+    manifest, flat = world.publish(1)
+    world.deliver(manifest)
+    late = Receiver("zmq", lambda: world.server.address, world.run_id, follows=True, host="late")
+    try:
+        sent = world.server.counts["bytes"]
+        late.fetch(manifest)
+        assert late.wait(0.2) is None
+        late.follow([Parent(world.relays[0].address, 0)])
+        prepared = late.wait(10)
+        assert torch.equal(bits(prepared), flat)
+        assert world.server.counts["bytes"] == sent
+        assert prepared.received["relay_bytes"] == manifest.nbytes
+    finally:
+        late.close()
+
+
+def test_what_a_broken_transfer_has_brought_is_not_sent_on_until_it_goes_on(world):
+    world.add(1)
+    [host], [relay] = world.hosts, world.relays
+    world.deliver(world.publish(1)[0])
+    manifest, _ = world.publish(2)
+    world.publish(4)  # over it
+    host.fetch(manifest)
+    deadline = time.monotonic() + 10
+    while not host.failures["superseded"]:
+        assert time.monotonic() < deadline
+        assert host.wait(0.01) is None
+    held = relay._server._shelf._held.values()
+    assert [filling.manifest.version for filling in held] == [1]

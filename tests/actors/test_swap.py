@@ -12,7 +12,9 @@ from actors.evaluation.evaluator import Evaluator, Result
 from actors.receiver import Prepared
 from actors.swap import WeightSwap
 from async_rl.control.networks import build_actor
+from async_rl.errors import WeightsError
 from async_rl.timer import StateTimer
+from async_rl.weights.offer import Offer
 
 
 class Holder:
@@ -72,6 +74,76 @@ def test_back_from_7_to_4_and_then_to_another_5_each_version_is_really_loaded():
     assert not swap.behind
     swap.commit()
     assert holder.loaded[-1] == (1, 5)
+
+
+class Engine(Holder):
+    """Receives by broadcast, too, unless something is wrong."""
+
+    def __init__(self):
+        super().__init__()
+        self.wrong, self.places = "", []
+
+    def devices(self):
+        return ["cpu:0"]
+
+    def receive_weights(self, published, offer):
+        self.places.append((published.order, offer.rank))
+        if self.wrong:
+            raise WeightsError(self.wrong)
+        return self.load_weights(published, b"")
+
+
+def offered(version, epoch=0):
+    return Offer(epoch=epoch, version=version, store="h:1", group="g", rank=3, world=4, deadline_s=1.0)
+
+
+def test_a_version_that_is_offered_is_received_at_once_and_not_pulled():
+    engine, receiver, line = Engine(), Receiver(), Line()
+    swap = WeightSwap(engine, receiver, line, StateTimer(), Counter(), "a")
+    swap.expect(offered(5))
+    swap.announce(manifest(5))
+    assert (swap.behind, receiver.prepared) == (True, None)
+    swap.commit(lambda: False)  # the others wait for it, whatever runs here
+    assert (engine.places, swap.behind) == ([((0, 5), 3)], False)
+    ((kind, live),) = line.sent
+    assert (kind, live["version"], live["broadcast"]) == ("live", 5, True)
+    swap.announce(manifest(6))  # without an offer: pulled
+    swap.commit()
+    assert (engine.loaded, engine.places) == ([(0, 5), (0, 6)], [((0, 5), 3)])
+    assert "broadcast" not in line.sent[-1][1]
+
+
+def test_a_version_that_was_missed_is_pulled_and_an_offer_of_another_one_is_none(capsys):
+    engine, receiver, line, counts = Engine(), Receiver(), Line(), Counter()
+    swap = WeightSwap(engine, receiver, line, StateTimer(), counts, "a")
+    engine.wrong = "the broadcast did not begin"
+    swap.expect(offered(5))
+    swap.announce(manifest(5))
+    swap.commit()
+    assert engine.loaded == [(0, 5)]  # the receiver of this test is there at once
+    assert counts["broadcasts_missed"] == 1
+    assert "a: version 5 is pulled: the broadcast did not begin" in capsys.readouterr().out
+    swap.announce(manifest(7))
+    swap.commit()
+    assert len(engine.places) == 1
+    swap.expect(offered(8))
+    swap.announce(manifest(8))
+    swap.announce(manifest(9))  # before it came to it
+    swap.commit()
+    assert (engine.loaded[-1], len(engine.places)) == ((0, 9), 1)
+
+
+def test_what_was_pulled_while_a_newer_version_was_broadcast_is_not_loaded():
+    engine, receiver = Engine(), Receiver()
+    swap = WeightSwap(engine, receiver, Line(), StateTimer(), Counter(), "a")
+    swap.announce(manifest(5))
+    pulled, receiver.prepared = receiver.prepared, None  # on its way
+    swap.expect(offered(6))
+    swap.announce(manifest(6))
+    swap.commit()
+    receiver.prepared = pulled
+    swap.commit()
+    assert (engine.loaded, swap.is_due) == ([(0, 6)], False)
 
 
 def evaluate(script, exam=lambda between: (between(), Result({"return": 1.0}))[1]):

@@ -14,10 +14,12 @@ from transformers import Qwen2ForCausalLM
 
 from actors.engines.base import Completion
 from actors.engines.vllm_engine import VLLMEngine, fresh_seed
-from async_rl.adapter import names_of
+from async_rl.adapter import names_of, published_name
 from async_rl.config import LoraConfig
 from async_rl.errors import WeightsError
 from async_rl.weights.manifest import Manifest
+from learner.adapter import add_adapter
+from learner.logprobs import predicted_logprobs
 from tests.actors.vllm_models import CONTEXT, PROMPT, STOP, ask, publish, reference, tiny
 
 pytestmark = [
@@ -26,6 +28,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed"),
 ]
 
 LORA = LoraConfig(rank=3, alpha=5, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
@@ -56,6 +59,19 @@ def merged(tensors: Tensors) -> Qwen2ForCausalLM:
             a, b = (tensors[n].double() for n in names_of(name))
             layer.weight.data = (layer.weight.double() + 5 / 3 * b @ a).float()
     return model
+
+
+@torch.no_grad()
+def learned(tensors: Tensors, tokens: np.ndarray) -> np.ndarray:
+    """Log-probabilities of a completion as the learner computes them, its policy having this adapter."""
+    policy = tiny(0, tied=True)
+    add_adapter(policy, LORA, seed=0)
+    for name, parameter in policy.named_parameters():
+        if parameter.requires_grad:
+            parameter.copy_(tensors[published_name(name)])
+    ids = torch.tensor([[*PROMPT, *tokens.tolist()]])
+    read = torch.arange(len(PROMPT) - 1, ids.shape[1] - 1)
+    return predicted_logprobs(policy, ids, read, ids[0, len(PROMPT) :], 1.0)[0].numpy()
 
 
 def load(engine: VLLMEngine, tensors: Tensors) -> Manifest:
@@ -91,7 +107,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
     engine.close()
 
 
-def test_log_probabilities_are_those_of_the_merged_weights(engine: VLLMEngine):
+def test_log_probabilities_are_those_of_the_merged_weights_and_of_the_learners_policy(engine: VLLMEngine):
     engine.submit([ask(0, samples=1, new=2)])
     assert engine.step(0.3) == []  # nothing is sampled from the bare base
     for seed in (1, 2):
@@ -102,6 +118,7 @@ def test_log_probabilities_are_those_of_the_merged_weights(engine: VLLMEngine):
         assert len(completions) == (5 if seed == 1 else 4)
         for c in completions:
             np.testing.assert_allclose(c.logprobs, reference(merged(tensors), c.tokens), atol=1e-4)
+            np.testing.assert_allclose(c.logprobs, learned(tensors, c.tokens), atol=1e-4)
             assert c.versions.tolist() == [engine.version] * len(c.tokens)
             assert abs(c.logprobs - reference(tiny(0, tied=True), c.tokens)).max() > 1e-2
 

@@ -24,6 +24,7 @@ from actors.engines.base import Completion, Request
 from actors.engines.vllm_engine import VLLMEngine, fresh_seed
 from async_rl.errors import AsyncRLError, StartAgainError, WeightsError
 from async_rl.weights.manifest import Tensor
+from tests.actors.broadcasting import Sender
 from tests.actors.vllm_models import (
     CONTEXT,
     PROMPT,
@@ -82,7 +83,9 @@ def swap_while_running(engine: VLLMEngine, *models: Qwen2ForCausalLM) -> list[Co
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., VLLMEngine]]:
     engines = []
 
-    def make(tied: bool, kv_cache: Any, dtype: Any = "float32", sleep_mode: bool = False) -> VLLMEngine:
+    def make(
+        tied: bool, kv_cache: Any, dtype: Any = "float32", sleep_mode: bool = False, broadcast: bool = False
+    ) -> VLLMEngine:
         folder = tmp_path_factory.mktemp("model")
         tiny(0, tied).save_pretrained(folder)
         engine = VLLMEngine(
@@ -94,6 +97,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., VL
             seed=fresh_seed(0, "test"),
             kv_cache=kv_cache,
             sleep_mode=sleep_mode,
+            broadcast=broadcast,
         )
         engines.append(engine)
         return engine
@@ -106,8 +110,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., VL
 
 @pytest.fixture(scope="module")
 def engine(start: Callable[..., VLLMEngine]) -> VLLMEngine:
-    """Tied embeddings, which vLLM's CPU build gets wrong by itself; KV recomputed at updates."""
-    engine = start(tied=True, kv_cache="recompute")
+    """Tied embeddings, which vLLM's CPU build gets wrong by itself; KV recomputed at updates; versions by broadcast."""
+    engine = start(tied=True, kv_cache="recompute", broadcast=True)
     assert engine.version == -1
     return engine
 
@@ -125,6 +129,44 @@ def test_nothing_is_sampled_before_the_first_version(engine: VLLMEngine):
     load(engine, forced(3, tied=True))
     assert engine.proven
     assert [c.tokens.tolist() for c in finish(engine)] == [[3, 3]] * 2
+
+
+def test_a_version_by_broadcast_is_swapped_in_under_running_requests(engine: VLLMEngine):
+    load(engine, forced(3, tied=True))
+    before, sender = engine.version, Sender()
+    engine.submit([ask(0, samples=4, new=200), ask(1, samples=1, new=20)])
+    while engine.num_running == 5:
+        engine.step(1.0)  # the short one is through
+    manifest, data = publish(forced(9, tied=True), before + 1)
+    assert engine.receive_weights(manifest, sender.begin(manifest, data)) == manifest.checksum
+    assert (sender.finish().error, engine.version, engine.proven) == ("", before + 1, True)
+    for completion in finish(engine):
+        swapped = int((completion.versions == before).sum())
+        assert 20 <= swapped < 200
+        assert completion.tokens.tolist() == [3] * swapped + [9] * (200 - swapped)
+        assert completion.versions.tolist() == [before] * swapped + [before + 1] * (200 - swapped)
+
+
+def test_what_is_not_received_is_loaded_and_nothing_is_sampled_before_it_is_proven(engine: VLLMEngine):
+    load(engine, forced(3, tied=True))
+    before, sender = engine.version, Sender(deadline_s=0.5)
+    manifest, data = publish(forced(9, tied=True), before + 1)
+    with pytest.raises(WeightsError, match=r"the broadcast did not begin: 1 of 2 receivers did not come"):
+        engine.receive_weights(manifest, sender.begin(manifest, data, world=3))
+    assert sender.finish().missing == (2,)
+    assert (engine.version, engine.proven) == (before, True)
+    engine.submit([ask(0, samples=1, new=3)])
+    assert [c.tokens.tolist() for c in finish(engine)] == [[3, 3, 3]]  # it goes on with what it has
+    wrong = bytearray(data)
+    wrong[5000] ^= 1
+    with pytest.raises(WeightsError, match=r"the engine does not hold model\.embed_tokens\.weight as it was published"):
+        engine.receive_weights(manifest, sender.begin(manifest, wrong))
+    assert sender.finish().error == ""
+    assert not engine.proven
+    engine.submit([ask(1, samples=1, new=3)])
+    assert engine.step(0.3) == []
+    engine.load_weights(manifest, memoryview(data))
+    assert [c.tokens.tolist() for c in finish(engine)] == [[9, 9, 9]]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -43,6 +43,12 @@ def make_run(out):
                     "pause_s": 0.0005,
                     "paused_s": 0.6,
                     "versions": 4,
+                    "learner_bytes": 2_400_000,
+                    "relay_bytes": 4_800_000,
+                    "chunks": 3,
+                    "delta_chunks": 2,
+                    "failed_deltas": 1,
+                    "relays_left": 0,
                 },
             }
         )

@@ -11,11 +11,13 @@ import pytest
 import zmq
 from rich.console import Console
 
+from async_rl.config import parse_config
 from async_rl.errors import AsyncRLError
-from async_rl.launch import policy, upkeep
+from async_rl.launch import actor_host, policy, upkeep
 from async_rl.launch.actor_host import make_crew
-from async_rl.launch.children import descendants
+from async_rl.launch.children import descendants, wait_all
 from async_rl.launch.interrupts import Interrupts
+from async_rl.launch.progress import make_console
 from async_rl.launch.reach import unreachable
 from async_rl.launch.upkeep import Upkeep
 
@@ -61,6 +63,16 @@ def test_what_does_not_answer_is_told_in_time():
     assert unreachable("tcp://no.such.host.invalid:1", 5.0)
 
 
+def test_an_address_where_nothing_answers_is_told_at_once_and_goes_on_being_tried(console, monkeypatch):
+    monkeypatch.setattr(actor_host, "PROBE_S", 1.0)
+    config = parse_config({})
+    actor_host.look_for_server("tcp://127.0.0.1:1", config, "far", console)
+    actor_host.look_for_server("tcp://no.such.host.invalid:1", config, "far", console)
+    closed, wrong = console.file.getvalue().splitlines()
+    assert closed == "nothing to serve at tcp://127.0.0.1:1 yet: Connection refused; far goes on trying"
+    assert wrong.startswith("nothing to serve at tcp://no.such.host.invalid:1 yet: ")
+
+
 def test_another_service_is_no_server():
     import threading
 
@@ -98,6 +110,18 @@ def test_it_is_given_up_when_no_life_lasts_and_only_then(tmp_path, console, monk
 
 
 @pytest.mark.real
+def test_ranks_of_a_further_learner_host_come_again_as_often_as_their_partners_end(tmp_path, console, monkeypatch):
+    monkeypatch.setattr(policy, "BACKOFF_S", 0.01)
+    code = LIVES + "sys.exit(75) if count < 7 else None"
+    with Interrupts() as interrupts:
+        crew = make_crew(tmp_path, dict(os.environ), {}, console)
+        member = crew.add("learner", "learner", [sys.executable, "-c", code, str(tmp_path / "lives")])
+        member.lives.is_guest = True
+        assert Upkeep(crew, interrupts).run() == 0
+    assert (tmp_path / "lives").read_text() == 7 * "x"
+
+
+@pytest.mark.real
 def test_one_that_says_why_it_cannot_go_on_is_not_started_again(tmp_path, console):
     with pytest.raises(AsyncRLError, match=r"far ended with exit code 1: nothing answered at tcp://h:1"):
         live(tmp_path, console, LIVES + "sys.exit('async-rl: nothing answered at tcp://h:1 within 60 s')")
@@ -112,7 +136,6 @@ def test_an_interrupt_ends_it_at_once_even_between_two_lives(tmp_path, console, 
     assert live(tmp_path, console, code + "threading.Event().wait(60)") == 128 + signal.SIGHUP
     # the child is dead before its timer fires: a process that it leaves behind sends the signal
     leaves = "import subprocess; subprocess.Popen(['sh', '-c', f'sleep 0.7; kill -INT {os.getppid()}'])\n"
-    monkeypatch.setattr(upkeep, "end_descendants", lambda spare: None)
     (tmp_path / "lives").unlink()
     assert live(tmp_path, console, LIVES + leaves + "os.kill(os.getpid(), 9)") == 130
     assert time.monotonic() - began < 20
@@ -135,3 +158,15 @@ def test_of_several_processes_each_is_looked_after_and_the_last_one_ends_it(tmp_
         assert Upkeep(crew, interrupts).run() == 0
     assert crew.restarts == {"b": 1}
     assert {path.name for path in tmp_path.glob("mark-*")} == {"mark-4", "mark-5"}
+
+
+@pytest.mark.real
+def test_what_a_process_has_said_may_stand_in_brackets(tmp_path, console, capsys):
+    said = "rank 1 has lost the others ([/builds/gloo/pair.cc:537] Read error [fd00::1]:20377)"
+    crew = make_crew(tmp_path, dict(os.environ), {}, console)
+    member = crew.add("far", "actor", [sys.executable, "-c", f"import sys; sys.exit({'async-rl: ' + said!r})"])
+    wait_all([member.child], 20)
+    crew.tend(member, lambda child: True)
+    assert said in console.file.getvalue()
+    make_console().print("at tcp://[fd00::1]:5555, [/not a tag]")
+    assert capsys.readouterr().out == "at tcp://[fd00::1]:5555, [/not a tag]\n"

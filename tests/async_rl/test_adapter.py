@@ -1,5 +1,6 @@
 """A run with an adapter before and beside the learner: settings, names, its base, and who is let in."""
 
+import importlib.util
 import json
 
 import pytest
@@ -14,6 +15,7 @@ from async_rl.client import Client
 from async_rl.config import load_config, parse_config, to_toml
 from async_rl.errors import ConfigError, HandshakeError, WeightsError
 from async_rl.launch.overview import overview
+from async_rl.launch.token_checks import check_adapter
 from async_rl.weights.manifest import Manifest, Tensor, combine
 
 ADAPTER = {"lora": {"rank": 4, "targets": ["q_proj"]}}
@@ -65,6 +67,15 @@ def test_the_overview_counts_the_bytes_of_the_adapter(tmp_path, tensors):
         overview(parse_config(ADAPTER), tmp_path / "m").weight_bytes == 4 * (6 + 4) * 4
     )  # rank · (out + in) · float32
     assert overview(parse_config({}), tmp_path / "m").weight_bytes == (6 * 4 + 3) * 4
+
+
+def test_without_peft_a_run_with_an_adapter_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"lora\.rank = 4, but peft is not installed .*; `pip install 'async-rl\[lora\]"
+    ):
+        check_adapter(parse_config(ADAPTER))
+    check_adapter(parse_config({}))
 
 
 # ---------------------------------------------------------------- names

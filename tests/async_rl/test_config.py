@@ -16,6 +16,8 @@ def test_an_unknown_key_names_the_nearest_known_one():
         parse_config({"bufer": {}})
 
 
+BROADCAST = {"path": "broadcast"}
+ON_POLICY = {"max_staleness": 0}
 GUESS_BRINGS = "task.environment = 'guess', which brings the problems"
 
 
@@ -150,6 +152,9 @@ def test_an_override_with_an_empty_value_brings_the_default_back():
         ({"algorithm": {"name": "ppo", "value_clip": 0.1}}, "one update a step"),
         ({"algorithm": {"proximal": "recomputed", "clip_high": 0.3}}, "algorithm.proximal = 'recomputed' and one"),
         ({"algorithm": {"proximal": "recomputed", "dual_clip": 3.0}}, "algorithm.proximal = 'recomputed' and one"),
+        ({"weights": {"broadcast_s": 5.0}}, "weights.path = 'auto'"),
+        ({"weights": {"path": "broadcast", "relay": 2}}, "weights.path = 'broadcast'"),
+        ({"weights": {"path": "broadcast", "delta": True}}, "weights.path = 'broadcast'"),
     ],
 )
 def test_a_setting_without_effect_is_refused_with_what_makes_it_useless(raw, knob):
@@ -178,6 +183,11 @@ def test_a_setting_without_effect_is_refused_with_what_makes_it_useless(raw, kno
         ({"reward": {"judge": 1.0}}, "needs reward.judge_url"),
         ({"task": {"name": "reasoning_gym"}}, "needs task.dataset"),
         ({"task": {"environment": "guess"}, "reward": {"placement": "scorer"}}, "set reward.placement = 'actor'"),
+        ({"weights": BROADCAST, "actors": {"engine": "mock"}}, "no weights to receive; set weights.path = 'auto'"),
+        ({"weights": BROADCAST, "lora": {"rank": 8}}, "an adapter is small"),
+        ({"weights": BROADCAST, "actors": {"placement": "colocated"}, "buffer": ON_POLICY}, "takes each device once"),
+        ({"weights": BROADCAST, "actors": {"weight_updates": "drained"}}, "weight_updates = 'in_flight'"),
+        ({"weights": BROADCAST, "learner": {"ranks": 2, "timeout_s": 30.0}}, "not below learner.timeout_s"),
     ],
 )
 def test_what_contradicts_itself_is_refused_with_the_knob_to_change(raw, advice):

@@ -1,19 +1,21 @@
 """Commands on a cluster that is simulated: places, deaths, moves, scaling, each by hand and without waiting."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from async_rl.errors import AsyncRLError
 from async_rl.launch import fleet as fleets
-from async_rl.launch.fleet import Fleet, FleetRules
-from async_rl.launch.places import Lost
-from async_rl.launch.ray_keeper import Ended, Started, Task
+from async_rl.launch.fleet import Fleet
+from async_rl.launch.fleet_rules import FleetRules
+from async_rl.launch.places import Ended, Lost, Started, Task
 
 KILLED = Ended(exit_code=-9, sentence=None, told="was ended by SIGKILL on n1")
 SAID_WHY = Ended(exit_code=1, sentence="no such model", told="ended with exit code 1 on n1")
 DONE = Ended(exit_code=0, sentence=None, told="ended with exit code 0 on n1")
-NODE_LOST = Lost(why="its Ray worker or node is gone (x)", hopeless=False)
+NODE_LOST = Lost(told="its Ray worker or node is gone (x)")
+PLACE_S = 120.0
 
 
 class FakeLife:
@@ -32,7 +34,7 @@ class FakeLife:
             self.cluster.free -= 1
             self.is_placed = True
             port = self.task.port or self.cluster.next_port
-            return Started(pid=1, host="n1", address=f"n1:{port}" if self.task.serves else "")
+            return Started(pid=1, host="n1", address=f"n1:{port}" if self.task.listens else "")
         return None
 
     def stop(self):
@@ -66,15 +68,13 @@ class FakeCluster:
 class FakeTasks:
     def learner(self, index, address):
         port = int(address.rpartition(":")[2] or 0)
-        return self._task(f"learner{index or ''}", (address,), "--listen=" if index == 0 else "", port)
+        return self._task(f"learner{index or ''}", (address,), index == 0, port)
 
     def worker(self, name, role, address):
         return self._task(name, (role, address))
 
-    def _task(self, name, command, serves="", port=0):
-        return Task(
-            name=name, command=command, serves=serves, port=port, log=Path("log"), work=Path("/"), needs=(), env={}
-        )
+    def _task(self, name, command, listens=False, port=0):
+        return Task(name=name, command=command, listens=listens, port=port, log=Path("log"), work=Path("/"), needs=())
 
 
 class World:
@@ -82,7 +82,7 @@ class World:
         self.cluster = FakeCluster(free)
         self.notes, self.dead = [], []
         given = {"least": 2, "most": 6, "learners": 1, "scorers": ()} | rules
-        resources = {"learner_resources": {"CPU": 2.0}, "worker_resources": {"CPU": 1.0, "GPU": 1.0}}
+        resources = {"learner": {"CPU": 2.0}, "worker": {"CPU": 1.0, "GPU": 1.0}}
         self.fleet = Fleet(
             self.cluster, FakeTasks(), FleetRules(**given, **resources), "run", self.notes.append, self.dead.append
         )
@@ -183,12 +183,14 @@ def test_actors_move_to_a_learner_that_comes_back_elsewhere():
     world.fleet.turn(10.0)
     world.fleet.turn(11.0)
     world.cluster.begun[-1].task = Task(
-        name="learner", command=(), serves="--listen=", port=7000, log=Path("log"), work=Path("/"), needs=()
+        name="learner", command=(), listens=True, port=7000, log=Path("log"), work=Path("/"), needs=()
     )
     world.fleet.turn(11.1)
     assert world.fleet.address == "n1:7000"
+    assert world.cluster.of("actor0")[0].is_removed, "its server is gone, and with it all that it held"
+    world.fleet.turn(11.2)
+    assert world.running() == ["learner"], "they wait until the server answers"
     world.fleet.serve(12.0)
-    assert [life.asked_to_stop for life in world.cluster.of("actor0")] == [1]
     assert world.names() == ["run.actor0", "run.actor1"], "they are still wanted"
     for now in (12.1, 12.2, 12.3):
         world.fleet.turn(now)
@@ -295,9 +297,9 @@ def test_one_more_actor_without_room_is_withdrawn_and_tried_again_later():
     world.fleet.scale(4, 10.0)
     world.fleet.turn(10.0)
     assert world.running() == ["learner", "run.actor0", "run.actor1"]
-    world.fleet.turn(10.1 + fleets.PLACE_S)
+    world.fleet.turn(10.1 + PLACE_S)
     assert world.names() == ["run.actor0", "run.actor1"]
-    now = 10.1 + fleets.PLACE_S
+    now = 10.1 + PLACE_S
     assert world.fleet.most(now) == 2
     assert world.fleet.most(now + fleets.RETRY_S) == 6
     assert "0 places are free; going on with 3 actors" in " ".join(world.notes)
@@ -309,22 +311,22 @@ def test_one_more_actor_without_room_is_withdrawn_and_tried_again_later():
 def test_no_room_for_the_learner_is_an_error_that_says_what_is_free():
     world = World(free=0)
     world.fleet.begin(0.0)
-    world.fleet.turn(fleets.PLACE_S)
+    world.fleet.turn(PLACE_S)
     with pytest.raises(AsyncRLError, match=r"no place for learner \(2 CPU\) within 120 s: 0 places are free"):
-        world.fleet.turn(fleets.PLACE_S + 0.1)
+        world.fleet.turn(PLACE_S + 0.1)
 
 
 def test_no_room_for_the_least_actors_is_an_error():
     world = World(free=2).started()
     with pytest.raises(AsyncRLError, match=r"no place for run.actor1 \(1 CPU, 1 GPU\).*--actor-gpus"):
-        world.fleet.turn(fleets.PLACE_S + 2)
+        world.fleet.turn(PLACE_S + 2)
 
 
 def test_after_a_node_was_lost_the_run_waits_for_room():
     world = World(free=3).started()
     world.cluster.free = -1  # the node is gone with its places
     world.cluster.of("actor1")[0].reports = [NODE_LOST]
-    for now in (10.0, 11.0, 12.1 + fleets.PLACE_S):
+    for now in (10.0, 11.0, 12.1 + PLACE_S):
         world.fleet.turn(now)
     assert "waiting for it" in world.notes[-1]
     world.cluster.free = 1
@@ -361,3 +363,117 @@ def test_who_has_no_place_at_the_end_is_not_waited_for():
     assert world.cluster.of("actor1")[0].is_removed
     world.cluster.of("actor0")[0].reports = [DONE]
     assert world.fleet.dismiss()
+
+
+def test_an_actor_that_dies_at_once_again_and_again_is_given_up_after_waits_of_one_two_and_four_seconds():
+    world = World().started()
+    lives, now, begun = world.cluster.of("actor1"), 10.0, []
+    while len(world.names()) == 2:
+        for life in world.cluster.of("actor1")[len(begun) :]:
+            begun.append(round(now, 1))
+            life.reports = [KILLED]
+        now += 0.1
+        world.fleet.turn(now)
+        assert now < 60
+    assert [round(b - a) for a, b in pairwise(begun)] == [1, 2, 4]
+    assert len(world.cluster.of("actor1")) == 4 > len(lives)
+    assert "run.actor1: was ended by SIGKILL on n1; is given up" in world.notes
+    assert world.running() == ["learner", "run.actor0"]
+
+
+def test_in_place_of_an_actor_that_was_given_up_another_one_is_tried_after_a_while():
+    world = World().started()
+    world.cluster.of("actor1")[0].reports = [SAID_WHY]
+    world.fleet.turn(10.0)
+    assert world.fleet.most(10.0 + fleets.RETRY_S - 1) == 1
+    assert world.fleet.most(10.0 + fleets.RETRY_S) == 6
+    world.fleet.scale(2, 10.0 + fleets.RETRY_S)
+    world.fleet.turn(10.0 + fleets.RETRY_S)
+    assert world.running() == ["learner", "run.actor0", "run.actor2"], "a name is not used for another one"
+
+
+def test_further_learner_hosts_follow_the_first_to_its_new_address():
+    world = World(learners=2).started()
+    world.fleet.turn(3.0)
+    assert world.cluster.of("learner1")[0].task.command == ("n1:5000",)
+    world.cluster.of("learner")[0].reports = [NODE_LOST]
+    world.fleet.turn(10.0)
+    world.fleet.turn(11.0)
+    world.cluster.begun[-1].task = Task(
+        name="learner", command=(), listens=True, port=7000, log=Path("log"), work=Path("/"), needs=()
+    )
+    world.fleet.turn(11.1)
+    world.fleet.turn(11.2)
+    world.fleet.turn(11.3)
+    assert [life.task.command for life in world.cluster.of("learner1")] == [("n1:5000",), ("n1:7000",)]
+    assert "learner1" in world.running(), "it does not wait for the server, which waits for its ranks"
+
+
+@pytest.mark.parametrize("end", [SAID_WHY, KILLED])
+def test_a_further_learner_host_that_lost_the_first_is_not_to_blame(end):
+    world = World(learners=2).started()
+    world.fleet.turn(3.0)
+    world.cluster.of("learner")[0].reports = [NODE_LOST]
+    world.cluster.of("learner1")[0].reports = [end]
+    world.fleet.turn(10.0)
+    for now in (11.0, 11.1, 12.0, 12.1):
+        world.fleet.turn(now)
+    assert {"learner", "learner1"} <= set(world.running())
+
+
+def test_a_further_learner_host_that_cannot_begin_ends_the_run():
+    world = World(learners=2).started()
+    world.fleet.turn(3.0)
+    world.cluster.of("learner1")[0].reports = [Lost(told="/shared/run is not there on node n2", hopeless=True)]
+    with pytest.raises(AsyncRLError, match=r"learner1 is given up.*is not there on node n2"):
+        world.fleet.turn(10.0)
+
+
+def test_an_actor_that_lives_but_does_not_move_is_replaced():
+    world = World().started()
+    world.fleet.end_silent("run.actor1", "lives but has been silent for over 60 s", 10.0)
+    world.fleet.end_silent("learner", "its host looks after it", 10.0)
+    world.fleet.end_silent("host7-actor-12", "somebody started it by hand", 10.0)
+    assert world.dead == ["run.actor1"]
+    assert world.cluster.of("actor1")[0].is_removed
+    world.fleet.turn(11.0)
+    world.fleet.turn(11.1)
+    assert world.running() == ["learner", "run.actor0", "run.actor1"]
+
+
+def test_an_actor_that_is_to_leave_does_not_follow_the_learner():
+    world = World(least=1).started()
+    world.fleet.scale(2, 5.0)
+    world.fleet.turn(5.0)
+    world.fleet.scale(1, 6.0)
+    world.cluster.of("actor1")[0].reports = []  # it takes its time
+    world.cluster.of("learner")[0].reports = [NODE_LOST]
+    world.fleet.turn(10.0)
+    world.cluster.next_port = 7000
+    world.fleet.turn(11.0)
+    world.cluster.begun[-1].task = Task(
+        name="learner", command=(), listens=True, port=7000, log=Path("log"), work=Path("/"), needs=()
+    )
+    for now in (11.1, 11.2):
+        world.fleet.turn(now)
+    world.fleet.serve(12.0)
+    for now in (12.0, 12.1):
+        world.fleet.turn(now)
+    assert world.running() == ["learner", "run.actor0"]
+    assert "run.actor1" not in world.fleet.members
+
+
+def test_a_scorer_without_a_twin_that_is_given_up_ends_the_run():
+    world = World(scorers=("reward", "reference")).started()
+    world.cluster.of("reward0")[0].reports = [SAID_WHY]
+    with pytest.raises(AsyncRLError, match=r"run\.reward0 is given up, and no other reward is left"):
+        world.fleet.turn(10.0)
+
+
+def test_a_learner_that_is_lost_while_it_stops_is_told():
+    world = World().started()
+    world.cluster.of("learner")[0].stop = lambda: None
+    world.fleet.stop()
+    world.cluster.of("learner")[0].reports = [NODE_LOST]
+    with pytest.raises(AsyncRLError, match="gone before its last checkpoint: its Ray worker or node"):
+        world.fleet.turn(10.0)

@@ -8,6 +8,7 @@ from async_rl.config import parse_config
 from async_rl.config.shared import shared_settings
 from async_rl.errors import ConfigError
 from async_rl.hosts import ONE_HOST, LearnerHosts
+from async_rl.launch import session
 from async_rl.launch.commands import Commands
 from async_rl.launch.preflight import prepare_out
 
@@ -48,6 +49,25 @@ def test_ranks_on_several_hosts_talk_unencrypted_only_where_the_user_vouches_for
         assert LearnerHosts.of(2, 0, loopback, trusted=False).count == 2
 
 
+def test_the_first_host_says_what_is_to_be_typed_on_the_others():
+    hosts = LearnerHosts.of(2, 0, "10.0.0.1:5555", trusted=True)
+    assert hosts.options(1) == "--nnodes 2 --node-rank 1 --rendezvous 10.0.0.1:5555 --trusted-network"
+    here = LearnerHosts.of(2, 0, "[::1]:5555", trusted=False)
+    assert here.options(1) == "--nnodes 2 --node-rank 1 --rendezvous [::1]:5555"
+
+
+def test_the_server_listens_at_the_rendezvous_unless_another_address_is_given():
+    hosts = LearnerHosts.of(2, 0, "127.0.0.1:5555", trusted=False)
+    assert session._bind_to_rendezvous([], hosts) == ["buffer.bind=tcp://127.0.0.1:5555"]
+    assert session._bind_to_rendezvous(["buffer.bind=tcp://0.0.0.0:5555"], hosts) == []
+    assert session._bind_to_rendezvous([], ONE_HOST) == []
+    assert session._bind_to_rendezvous([], LearnerHosts.of(2, 0, "[::1]:5", trusted=False)) == [
+        "buffer.bind=tcp://[::1]:5"
+    ]
+    with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid:5 cannot be reached from here"):
+        session._bind_to_rendezvous([], LearnerHosts.of(2, 0, "no.such.host.invalid:5", trusted=True))
+
+
 def test_ranks_are_spread_evenly():
     hosts = LearnerHosts.of(2, 1, "127.0.0.1:5", trusted=False)
     assert hosts.ranks_here(6) == 3
@@ -70,6 +90,7 @@ def test_ranks_of_every_host_are_told_where_the_server_is_and_which_host_they_ar
     commands = Commands(config=Path("r/host1/config.toml"), out=Path("r"), ranks=2, hosts=hosts)
     command = commands.learner("tcp://127.0.0.1:1")
     assert command[command.index("--log-dir") + 1] == "r/host1/logs/torchrun"
+    assert command[command.index("--shutdown-timeout") + 1] == "300"
     assert command[command.index("learner.main") :] == [
         *["learner.main", "r/host1/config.toml", "--out", "r", "--connect", "tcp://10.0.0.1:5555"],
         *["--nnodes", "2", "--node-rank", "1"],

@@ -84,12 +84,16 @@ class Run:
         return [learner, *(client(f"actor{i}", "actor", **s) for i, s in self.actors.items())]
 
 
+def names(count):
+    return [f"actor{i}" for i in range(count)]
+
+
 def play(run, appetite, count, seconds, began=0):
     """Numbers of actors, one a second."""
     counts = []
     for now in range(began, began + seconds):
         run.turn(count)
-        count = appetite.look(run.clients(), count, 16, float(now))
+        count = appetite.look(run.clients(), names(count), 16, float(now))
         counts.append(count)
     return counts
 
@@ -125,5 +129,33 @@ def test_nothing_is_measured_while_an_actor_is_on_its_way():
         run.turn(2)
         clients = run.clients()
         clients[-1]["state"] = "starting"
-        assert appetite.look(clients, 2, 16, float(now)) == 2
+        assert appetite.look(clients, names(2), 16, float(now)) == 2
     assert appetite.last is None
+
+
+def test_actors_that_were_started_by_hand_do_not_stand_for_those_that_are_awaited():
+    run, appetite = Run(8.0), Appetite(1, window_s=5.0)
+    for now in range(50):
+        run.turn(2)
+        by_hand = client("host-actor-1", "actor", generating=float(now))
+        assert appetite.look([run.clients()[0], by_hand, *run.clients()[1:2]], names(2), 16, float(now)) == 2
+    assert appetite.last is None, "one of the two has not come yet"
+
+
+def test_a_cluster_without_room_counts_more_than_the_least_number():
+    run, appetite = Run(8.0), Appetite(3, window_s=5.0)
+    for now in range(50):
+        run.turn(2)
+        assert appetite.look(run.clients(), names(2), 2, float(now)) == 2
+    assert appetite.look(run.clients(), names(2), 16, 50.0) == 2
+    for now in range(51, 80):
+        run.turn(2)
+        aim = appetite.look(run.clients(), names(2), 16, float(now))
+        if aim != 2:
+            break
+    assert aim == 4, "twice as many, once there is room"
+
+
+def test_least_and_most_the_same_is_a_fixed_number():
+    for need in (1.0, 50.0):
+        assert set(play(Run(need), Appetite(16, window_s=5.0), 16, 200)) == {16}

@@ -4,7 +4,7 @@ import pytest
 
 from async_rl.launch import ending
 from async_rl.launch.children import sentence
-from async_rl.launch.policy import MAX_RESTARTS, Lives, backoff_s, is_hopeless
+from async_rl.launch.policy import MAX_RESTARTS, Lives, backoff_s, is_forsaken, is_hopeless
 from async_rl.launch.silence import Silence, longest_server_silence_s
 from async_rl.launch.torchrun import RankFailures
 from async_rl.protocol import BEATS_PER_PERIOD, SERVER_GONE_S
@@ -170,3 +170,20 @@ class Ended:
 )
 def test_leaving_while_there_are_steps_to_train_is_a_death(code, books, died):
     assert ending.has_died_early(Ended(code), books) is died
+
+
+def test_on_a_further_learner_host_the_end_of_others_counts_against_nobody_but_accidents_of_its_own_do():
+    lives = Lives(is_guest=True)
+    for _ in range(50):
+        assert lives.end(0.0, forsaken=True)
+        lives.begin()
+    for _ in range(MAX_RESTARTS - 1):  # the life that was begun last is the first of them
+        assert lives.end(0.0)
+        lives.begin()
+    assert not lives.end(0.0)
+    at_home = Lives()  # on the first host a group that never gets anywhere is given up
+    for _ in range(MAX_RESTARTS):
+        assert at_home.end(0.0, forsaken=True)
+        at_home.begin()
+    assert not at_home.end(0.0, forsaken=True)
+    assert [is_forsaken(code) for code in (75, 1, 0, -9)] == [True, False, False, False]

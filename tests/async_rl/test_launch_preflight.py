@@ -34,6 +34,11 @@ def test_a_port_that_is_taken_is_named_before_a_process_starts():
         holder.listen()
         with pytest.raises(ConfigError, match=r"buffer.bind.*in use.*another port"):
             preflight.check_address(BufferConfig(bind=f"tcp://127.0.0.1:{holder.getsockname()[1]}"))
+    elsewhere = BufferConfig(bind="tcp://192.0.2.77:5555", insecure=True)
+    with pytest.raises(
+        ConfigError, match=r"--rendezvous = 'tcp://192\.0\.2\.77:5555': .*; name an address of this host"
+    ):
+        preflight.check_address(elsewhere, "--rendezvous")
 
 
 def test_addresses_that_others_can_reach_need_consent():

@@ -19,7 +19,8 @@ def carried(scale):
 
 def test_without_relays_the_learner_sends_a_version_to_each_host():
     # W = 1000 x 2; 5 W out; no relays; 100 tokens x 13; one rank has nobody to talk to
-    assert carried(Scale(**SMALL, hosts=5)) == [10_000, 2000, 0, 1300, 0]
+    # the same 5 W through the chunk server's process, W through a receiver's
+    assert carried(Scale(**SMALL, hosts=5)) == [10_000, 2000, 0, 1300, 0, 10_000, 2000]
     assert Scale(**SMALL, hosts=5).live_s == 1.0  # 10,000 bytes at 10,000 a second
 
 
@@ -37,10 +38,25 @@ def test_differences_scale_all_that_weights_need():
 def test_ranks_reduce_gradients_in_float32_and_gather_shards_in_bfloat16():
     # all-reduce of 4000 bytes over 4 ranks: 2 x 3/4 x 4000
     # sharded, 2 passes for 25 tokens: 3/4 x 1000 x (2 x (2 + 2 + 4) + 2)
-    assert carried(Scale(**SMALL, ranks=4))[-1] == 6000
-    assert carried(Scale(**SMALL, ranks=4, sharded=True, micro_batch_tokens=13))[-1] == 13_500
+    assert carried(Scale(**SMALL, ranks=4))[4] == 6000
+    assert carried(Scale(**SMALL, ranks=4, sharded=True, micro_batch_tokens=13))[4] == 13_500
     assert Scale(**SMALL, ranks=4).rank_bytes == 16_000
     assert Scale(**SMALL, ranks=4, sharded=True).rank_bytes == 4000
+
+
+def test_where_links_are_fast_processes_are_what_is_slow():
+    fast = {"parameters": 3e9, "step_s": 2.0, "tokens_per_step": 100, "link_bytes_s": 50e9, "hosts": 2, "relay": 4}
+    # W = 6e9: 4 s at 1.5e9 a second with keys; 6 / 4.7 s without; two chunks of 4 MiB more are nothing
+    assert Scale(**fast, keys=True).live_s == pytest.approx(4.0, rel=1e-3)
+    assert Scale(**fast).live_s == pytest.approx(6 / 4.7, rel=1e-3)
+    full = fullest(Scale(**fast, keys=True))
+    assert (full.where, full.share) == ("chunk server, one core", 2.0)  # 3e9 a second of 1.5e9
+    assert "keys" in full.remedy
+    # differences of a tenth: 0.4 s to decrypt, but 6e9 / 1.2e9 s to apply
+    changed = Scale(**fast, keys=True, sent=0.1)
+    assert changed.live_s == pytest.approx(5.0, rel=1e-3)
+    assert (fullest(changed).where, fullest(changed).share) == ("receiver, differences applied", 2.5)
+    assert "weights.delta = false" in fullest(changed).remedy
 
 
 def test_shares_are_of_the_link_and_the_fullest_is_named_with_its_remedy():
@@ -86,6 +102,40 @@ def test_the_command_prints_and_writes_it(tmp_path):
 def test_a_step_must_be_stated():
     result = CliRunner().invoke(app, ["plan", "arithmetic", "--parameters", "7B"])
     assert "--step-s" in str(result.exception) + result.output
+
+
+_MANY = "ranks=512 --set buffer.groups_per_step=512 --set sampling.group_size=2"
+
+
+@pytest.mark.parametrize(
+    ("column", "changes"),
+    [
+        (0, {"70B": "7B", "--hosts 32": "--hosts 8", "--step-s 120": "--step-s 30", "ranks=64": "ranks=8"}),
+        (1, {}),
+        (2, {"70B": "1T", "--hosts 32": "--hosts 128", "--step-s 120": "--step-s 600", "ranks=64": _MANY}),
+    ],
+)
+def test_the_command_of_the_page_on_scaling_gives_the_column_of_its_table(column, changes, tmp_path):
+    page = (Path(__file__).parents[2] / "docs/scaling.md").read_text()
+    command = page.partition("    async-rl plan ")[2].partition("[--sent")[0].replace("\\\n", " ")
+    for old, new in changes.items():
+        assert old in command
+        command = command.replace(old, new)
+    out = tmp_path / "links.json"
+    assert CliRunner().invoke(app, ["plan", *command.split(), "--out", str(out)]).exit_code == 0
+    told = json.loads(out.read_text())
+    rows = [row.strip(" |").split(" | ") for row in page.splitlines() if row.startswith("| ")]
+    table = {row[0]: row[column + 1] for row in rows if len(row) == 4}
+    shares = {load["where"].partition(",")[0]: load["share"] for load in told["loads"]}
+    assert float(table["rank to ranks, `fsdp`"].partition("(")[2].rstrip(" %)")) == pytest.approx(
+        100 * shares["rank"], abs=0.5
+    )
+    assert float(table["receiver of a host with keys, `relay = 4`"].partition("(")[2].rstrip(" %)")) == pytest.approx(
+        100 * shares["receiver of a host"], abs=0.5
+    )
+    assert float(table["live on all hosts, `relay = 4`"].removesuffix(" s").replace(",", "")) == pytest.approx(
+        told["live_s"], rel=0.005
+    )
 
 
 def test_the_table_of_the_page_on_scaling_is_what_the_functions_say():

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import ConfigError
+from async_rl.launch.fleet_rules import FleetRules
 from async_rl.launch.job import Job
-from async_rl.launch.ray_keeper import Ended, Keeper, Task
-from async_rl.launch.ray_run import RayOptions
+from async_rl.launch.places import Ended, Task
+from async_rl.launch.ray_keeper import Keeper
+from async_rl.launch.ray_run import worker_prefix
 from async_rl.launch.ray_tasks import RayTasks
 
 
@@ -18,57 +20,91 @@ from async_rl.launch.ray_tasks import RayTasks
 def job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = Job.of("arithmetic", ["steps=3", "learner.ranks=4"], tmp_path / "run", None)
+    job.make()
     job.write()
     return job
 
 
 def test_the_learner_is_started_and_later_resumed_by_the_commands_by_hand(job):
-    tasks = RayTasks(job, 1, trusted_network=False, path="/mine")
+    tasks = RayTasks(job, 1, "/mine")
     first = tasks.learner(0, "")
     config = str(job.out / "job" / "config.toml")
-    assert first.command == ("async_rl", "learner", config, "--out", str(job.out))
-    assert (first.serves, first.port) == ("--set=buffer.bind=tcp://", 0)
+    listens = ("--set", "buffer.bind=tcp://")
+    assert first.command == ("async_rl", "learner", config, "--out", str(job.out), *listens)
+    assert (first.listens, first.port) == (True, 0)
     assert first.env["PYTHONPATH"] == f"{job.search}{os.pathsep}/mine"
     (job.out / "config.toml").touch()  # the learner's own, so it has begun
     again = tasks.learner(0, "node:5000")
-    assert again.command == ("async_rl", "learner", config, "--resume", str(job.out))
+    assert again.command == ("async_rl", "learner", config, "--resume", str(job.out), *listens)
     assert again.port == 5000
+    assert tasks.learner(0, "[fd00::1]:5001").port == 5001
 
 
 def test_learner_hosts_meet_at_the_first(job):
-    tasks = RayTasks(job, 2, trusted_network=True, path="")
+    tasks = RayTasks(job, 2, "")
     first, second = tasks.learner(0, ""), tasks.learner(1, "node:5000")
-    assert first.command[-5:] == ("--nnodes", "2", "--node-rank", "0", "--trusted-network")
-    assert first.serves == "--rendezvous="
-    assert second.command[-5:] == ("2", "--node-rank", "1", "--trusted-network", "--rendezvous=node:5000")
-    assert second.serves == ""
+    group = ("--trusted-network", "--nnodes", "2", "--node-rank")
+    assert first.command[5:] == (*group, "0", "--rendezvous", "")
+    assert first.listens
+    assert second.command[5:] == (*group, "1", "--rendezvous", "node:5000")
+    assert not second.listens
+    assert tasks.learner(0, "node:5000").command == first.command, "it may come back elsewhere"
 
 
 def test_actors_and_scorers_are_told_whom_they_serve(job):
-    tasks = RayTasks(job, 1, trusted_network=False, path="")
+    tasks = RayTasks(job, 1, "")
     config = str(job.out / "job" / "config.toml")
-    served = ("--connect", "tcp://node:5000", "--name", "a")
-    assert tasks.worker("a", "actor", "node:5000").command == ("async_rl", "actor", config, *served)
-    assert tasks.worker("a", "reward", "node:5000").command[3:5] == ("--role", "reward")
+    serves = (config, "--connect", "tcp://node:5000")
+    assert tasks.worker("a", "actor", "node:5000").command == ("async_rl", "actor", *serves, "--name", "a")
+    scorer = tasks.worker("b", "reward", "node:5000")
+    assert scorer.command == ("async_rl", "actor", *serves, "--role", "reward", "--name", "b")
+    assert scorer.log == job.out / "job" / "b.log"
 
 
-def test_the_request_by_hand(job):
-    rules = RayOptions(least=2, most=5, learners=2, trusted_network=True, learner_gpus=2, actor_gpus=1).rules(job)
-    assert rules.learner_resources == {"CPU": 3.0, "GPU": 2}, "two of four ranks, and one for server and evaluation"
-    assert rules.worker_resources == {"CPU": 1.0, "GPU": 1}
+def test_workers_of_two_runs_never_share_a_name():
+    first, second = worker_prefix(Path("/a/run")), worker_prefix(Path("/b/run"))
+    assert first != second
+    assert first == worker_prefix(Path("/a/run"))
+    assert first.startswith("run-")
+
+
+def rules(job, **wishes):
+    given = {"least": 2, "most": 5, "learners": 1, "learner": {"CPU": 5.0, "GPU": 0.0}, "place_s": 60.0}
+    return FleetRules.of(job, **(given | {"worker": {"CPU": 1.0, "GPU": 0.0}} | wishes))
+
+
+def test_what_is_not_asked_for_is_no_part_of_a_bundle(job):
+    found = rules(job, learner={"CPU": 3.0, "GPU": 4.0})
+    assert (found.learner, found.worker) == ({"CPU": 3.0, "GPU": 4.0}, {"CPU": 1.0})
+    assert job.learner_cpus(2) == 3, "two of four ranks, and one for server and evaluation"
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("wishes", "message"),
     [
         ({"least": 3, "most": 2}, "--max-actors 2 is below --min-actors 3"),
-        ({"learners": 3}, "cannot be split"),
-        ({"learners": 2}, "--trusted-network"),
+        ({"learner": {"CPU": 1.0, "GPU": 1.0}, "learners": 2}, r"learner.ranks = 4 on 2 nodes with 1 GPUs each"),
+        ({"worker": {"CPU": 1.0, "GPU": 2.0}}, "--actor-gpus 2: .* ask for more actors"),
     ],
 )
-def test_a_request_that_contradicts_itself_is_refused(job, options, message):
+def test_a_request_that_contradicts_itself_is_refused(job, wishes, message):
     with pytest.raises(ConfigError, match=message):
-        RayOptions(**options).rules(job)
+        rules(job, **wishes)
+
+
+def test_a_run_on_gpus_asks_for_some(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = Job.of("arithmetic", ["model.device=cuda"], tmp_path / "run", None)
+    with pytest.raises(ConfigError, match="--learner-gpus and --actor-gpus"):
+        rules(job)
+
+
+def test_learner_hosts_need_ranks_to_share_and_somebody_who_vouches(job):
+    job.check_learners(2, trusted=True)
+    with pytest.raises(ConfigError, match="cannot be split over 3"):
+        job.check_learners(3, trusted=True)
+    with pytest.raises(ConfigError, match="--trusted-network"):
+        job.check_learners(2, trusted=False)
 
 
 # ---------------------------------------------------------------- the keeper
@@ -88,7 +124,7 @@ def keep(tmp_path, monkeypatch):
 
 
 def test_a_command_is_told_an_address_of_its_node(keep, tmp_path):
-    keeper = keep("import sys; print(sys.argv[1:])", serves="--listen=")
+    keeper = keep("import sys; print(sys.argv[1:])", command=("kept", "--listen="), listens=True)
     started = keeper.start()
     host, port = started.address.split(":")
     assert host == "127.0.0.1"
@@ -103,9 +139,9 @@ def test_it_gets_the_port_that_it_had_unless_somebody_has_taken_it(keep):
         other.bind(("127.0.0.1", 0))
         wish = other.getsockname()[1]
         other.listen()
-        taken = keep("", serves="--listen=", port=wish).start()
+        taken = keep("", command=("kept", "--listen="), listens=True, port=wish).start()
         assert taken.address != f"127.0.0.1:{wish}"
-    assert keep("", serves="--listen=", port=wish).start().address == f"127.0.0.1:{wish}"
+    assert keep("", command=("kept", "--listen="), listens=True, port=wish).start().address == f"127.0.0.1:{wish}"
 
 
 def test_the_end_of_a_command_comes_with_its_words(keep):

@@ -36,6 +36,14 @@ def test_the_first_observation_is_text_and_a_prompt_of_the_data_may_hold_control
     assert encode_prompt(made, problem, TaskConfig()) == (EOS, ord("1"))
 
 
+def test_an_instruction_is_a_setting_and_may_hold_turns_that_were_solved_before():
+    problem = Problem("2<eos>", {})
+    ids = encode_prompt(tokenizer(CHATML), problem, TaskConfig(chat=True, instruction="1<eos>"))
+    assert ids == (*letters("<user>1"), EOS, *letters("2<eos>"), EOS, *letters("\n<assistant>"))
+    plain = encode_prompt(build_tokenizer(), problem, TaskConfig(environment="guess", instruction="1<eos>"))
+    assert plain == (ord("1"), EOS, *letters("2<eos>"))
+
+
 def test_marks_are_characters_that_the_text_does_not_hold():
     (text,), marks = guard(build_tokenizer(), ["\ue000<eos>"])
     assert marks == {"\ue001": "<eos>"}

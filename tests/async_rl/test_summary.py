@@ -8,6 +8,7 @@ from async_rl.report.trace import spans_by_process, trace_events, write_trace
 from async_rl.report.usage import fractions, role_utilization, seconds_per_state, shares_over_time, without_pauses
 from async_rl.runfolder import RunFolder, read_jsonl
 from async_rl.summary import eval_values, summarize, throughput, write_summary
+from async_rl.weights.pull import COUNTED
 
 OUTCOME = Outcome(
     status="completed", reason="done", exit_code=0, wall_s=45.0, cpu_s={"server": 1.5, "learner": 30.0}, restarts={}
@@ -43,7 +44,8 @@ def test_the_summary_holds_what_the_contract_names(tmp_path):
     ledger = summary["ledger"]
     assert ledger["issued"] == sum(n for name, n in ledger.items() if name != "issued") == 10
     times = {"publish_s", "transfer_s", "commit_s", "pause_s", "pause_share"}
-    assert set(summary["weights"]) == {"bytes", "versions", *times}
+    assert set(summary["weights"]) == {"bytes", "versions", *times, *COUNTED}
+    assert (summary["weights"]["relay_bytes"], summary["weights"]["delta_chunks"]) == (4_800_000, 2)
     assert summary["weights"]["pause_share"] == pytest.approx(0.02)  # 0.6 of the 30 s from 100 to 130
     assert set(summary["versions_of"]) == {"torch", "transformers", "vllm", "python", "async_rl"}
     assert summary["cpu_s"] == {"server": 1.5, "learner": 30.0}

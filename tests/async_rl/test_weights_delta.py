@@ -1,10 +1,11 @@
 """Differences of two versions: numbers worked by hand, bit-equal round trips, and frames that a stranger made."""
 
 import itertools
-import zlib
+import tracemalloc
 
 import numpy as np
 import pytest
+import zstandard
 
 from async_rl.errors import WeightsError
 from async_rl.weights.delta import apply, encode
@@ -27,7 +28,18 @@ def applied(base, frame):
 
 
 def planes(frame):
-    return zlib.decompress(frame[1:], -15)
+    return zstandard.ZstdDecompressor().decompress(frame[1:])
+
+
+def packed(data, **options):
+    return b"\x02" + zstandard.ZstdCompressor(**options).compress(data)
+
+
+def told(size, data):
+    """A frame of zeros that says a size of its own: RFC 8878, 8 bytes of content size in place of a window."""
+    honest = packed(data, write_content_size=False)
+    assert honest[5] == 0  # no content size: a byte of window descriptor follows
+    return honest[:5] + b"\xe0" + size.to_bytes(8, "little") + honest[7:]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +67,7 @@ def test_bytes_of_equal_weight_lie_together():
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_whatever_the_bits_are_they_come_back(itemsize):
     random = np.random.default_rng(0)
-    base, new = (memoryview(random.bytes(itemsize * 10_001)) for _ in range(2))  # NaN, infinities, subnormals
+    base, new = (memoryview(random.bytes(itemsize * 70_001)) for _ in range(2))  # NaN, infinities, subnormals
     assert applied(base, encode(base, new, itemsize)) == bytes(new)
 
 
@@ -81,17 +93,35 @@ def test_a_small_step_is_a_small_part_of_the_bytes():
     "frame",
     [
         b"",
-        b"\x03" + zlib.compress(bytes(8), wbits=-15),
+        b"\x03" + packed(bytes(8))[1:],
         b"\x02",
         b"\x02garbage",
-        b"\x02" + zlib.compress(bytes(7), wbits=-15),
-        b"\x02" + zlib.compress(bytes(9), wbits=-15),
-        b"\x02" + zlib.compress(bytes(1 << 24), wbits=-15),  # 16 MiB out of 16 KiB: only 9 bytes are ever unpacked
+        packed(bytes(7)),
+        packed(bytes(9)),
+        packed(bytes(8))[:-1],
+        packed(bytes(8)) + b"\0",
+        packed(bytes(8)) + packed(bytes(8))[1:],
+        packed(bytes(8), write_content_size=False),
+        packed(bytes(1 << 24)),  # 16 MiB out of half a KiB
+        told(8, bytes(1 << 24)),  # which says that it is 8 bytes
+        told(1 << 60, bytes(8)),  # for which there is no memory
     ],
 )
 def test_what_is_no_difference_of_so_many_bytes_is_refused(frame):
-    with pytest.raises(WeightsError):
+    with pytest.raises(WeightsError, match="delta"):
         apply(memoryview(bytearray(8)), frame)
+
+
+def test_a_frame_is_unpacked_into_no_more_memory_than_there_is_a_base_for():
+    frames = packed(bytes(1 << 26)), told(8, bytes(1 << 26)), told(1 << 60, bytes(8))
+    tracemalloc.start()
+    try:
+        for frame in frames:
+            with pytest.raises(WeightsError):
+                apply(memoryview(bytearray(8)), frame)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(("old", "new", "itemsize"), [(8, 8, 3), (8, 6, 2), (6, 6, 4)])

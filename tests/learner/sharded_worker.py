@@ -1,10 +1,15 @@
-"""Run by ``test_sharded.py`` under torchrun: the same updates as one flat rank, with shards over all ranks."""
+"""Run by ``test_sharded.py``: the same updates as one flat rank, with shards over all ranks.
+
+imports, once ─► fork of 2 ranks ─► what they found, 2.json
+              └► fork of 4 ranks ─► 4.json
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import traceback
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from async_rl.config import parse_config
 from async_rl.models import load_causal_lm
+from async_rl.process import die_with_parent
 from async_rl.timer import StateTimer
-from learner import together
+from learner import parts, sharded, together
 from learner.group import LearnerGroup, LostRanksError, Placement
+from learner.optimizer import MOMENTS
 from learner.publisher import Publisher
 from learner.step import train_step
 from learner.together import help_saving, stop_helping
@@ -35,11 +42,38 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "decoupled_ppo": {"name": "decoupled_ppo", "correction": "geometric_mask", "correction_high": 1.6},
 }
 FSDP, ZERO = {"strategy": "fsdp"}, {"shard_optimizer": True}
+CLIP = 0.1
+"""Well below the norms here, so that every update is clipped."""
 ALONE = LearnerGroup(Placement(0, 1, torch.device("cpu")), timeout_s=60)
+assert sharded, "imported before the ranks are forked: each would take seconds for it"
 
 
 def main() -> None:
-    world, out = int(sys.argv[1]), Path(sys.argv[2])
+    build_model()  # imports what each rank would import
+    for world in (2, 4):
+        children = [fork(rank, world, Path(sys.argv[1])) for rank in range(world)]
+        failed = [status for _, status in (os.waitpid(child, 0) for child in children) if status]
+        if failed:
+            sys.exit(1)
+
+
+def fork(rank: int, world: int, out: Path) -> int:
+    """Start a rank; its process id."""
+    parent, child = os.getpid(), os.fork()
+    if child:
+        return child
+    try:
+        die_with_parent(parent)
+        os.environ |= {"MASTER_PORT": str(world), "WORLD_SIZE": str(world)}  # the first tells the two groups apart
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        work(world, out / str(world))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # there is no group any more to leave in order
+
+
+def work(world: int, out: Path) -> None:
     group = LearnerGroup.start(world, "cpu", timeout_s=60)
     kinds = ALGORITHMS if world == 2 else {"grpo": ALGORITHMS["grpo"]}
     found: dict[str, Any] = {"updates": {name: updates(group, kind) for name, kind in kinds.items()}}
@@ -51,7 +85,6 @@ def main() -> None:
         found["lost"] = lost(group)
     if group.rank == 0:
         out.with_suffix(".json").write_text(json.dumps(found))
-    os._exit(0)  # there is no group any more to leave in order
 
 
 def build(group: LearnerGroup, algorithm: dict[str, Any], seed: int, dtype: str = "float32", **learner: Any) -> Updater:
@@ -59,7 +92,14 @@ def build(group: LearnerGroup, algorithm: dict[str, Any], seed: int, dtype: str 
     config = parse_config(
         {
             "model": {"dtype": dtype},
-            "learner": {"lr": 1e-4, "micro_batch_tokens": 60, **ranks, **learner},
+            "learner": {
+                "lr": 1e-4,
+                "micro_batch_tokens": 60,
+                "max_grad_norm": CLIP,
+                "weight_decay": 0.01,
+                **ranks,
+                **learner,
+            },
             "algorithm": algorithm,
         }
     )
@@ -96,10 +136,12 @@ def updates(group: LearnerGroup, algorithm: dict[str, Any], dtype: str = "float3
     theirs, ours = train(one, range(STEPS)), train(many, range(STEPS))
     group.check_equal(many.flat)
     keys = ("loss/policy", "grad_norm", "tokens/step", "kl/behaviour", "entropy")
-    difference = (vectors(many)["data"] - one.whole.data).abs()
+    whole, moments = vectors(many), one.optimizer.state()
+    difference = (whole["data"] - one.whole.data).abs()
     moved = (one.whole.data - build(ALONE, algorithm, 0, dtype).whole.data).abs()
     return {
         "difference": float(difference.max()),
+        "moments": max(float((whole[n] - moments[n]).abs().max() / moments[n].abs().max()) for n in MOMENTS),
         "moved": float(moved.max()),
         "relative": float(difference.sum() / moved.sum()),
         "metrics": [{key: row[key] for key in keys if key in row} for row in (theirs[-1], ours[-1])],
@@ -133,11 +175,11 @@ def skipped(group: LearnerGroup) -> bool:
 
 
 def lost(group: LearnerGroup) -> str:
-    """The last rank ends; what that is called on the others, in the middle of a pass."""
+    """The last rank ends after its forward pass; what that is called on the others, who are in their backward pass."""
     updater, batch = build(group, {}, 0, **FSDP), mini_batch(build_groups(2))
     prepared = updater.prepare([batch], 3)
     if group.rank == group.world - 1:
-        os._exit(0)
+        torch.Tensor.backward = lambda *_, **__: os._exit(0)  # type: ignore[method-assign]
     group.step = 7
     try:
         updater.gradient(prepared[0])
@@ -176,7 +218,7 @@ def checkpoint(group: LearnerGroup, out: Path) -> dict[str, Any]:
     straight = build(group, algorithm, 0, **FSDP)
     train(straight, range(2))
     first = save(straight, out / "first")
-    group.hosts = 2  # disks of their own: rank 0 receives all and writes it
+    group.hosts, parts.BLOCK = 2, 200  # disks of their own: rank 0 receives all, in blocks, and writes it
     sent = save(straight, out / "sent")
     group.hosts = 1
     files = sorted(file.relative_to(first) for file in first.rglob("*.safetensors"))

@@ -171,7 +171,7 @@ def test_an_unusable_folder_is_a_clear_error(tmp_path, make_updater):
 
 def test_a_checkpoint_of_another_run_or_a_damaged_one_is_refused(tmp_path, make_updater):
     folder = Checkpoints(tmp_path, 2).save(state_at(3), domain_of(make_updater()), server_part)
-    with pytest.raises(ConfigError, match="another model, task, sampling or seed"):
+    with pytest.raises(ConfigError, match="another model, adapter, task, sampling or seed"):
         read_state(folder, parse_config({"seed": 1}))
     os.truncate(folder / "optimizer.safetensors", 100)
     with pytest.raises(ConfigError, match=r"optimizer\.safetensors does not fit"):

@@ -6,6 +6,7 @@ from torch import nn
 
 from learner.flat import FlatParameters, view_of
 from learner.optimizer import FlatAdamW, clip_flat
+from learner.scalars import Scalars
 
 CPU = torch.device("cpu")
 
@@ -194,3 +195,13 @@ def test_a_module_outside_the_flat_vector_is_found_in_the_graph_of_the_loss():
     flat.check_graph(inside(torch.ones(1, 3)).sum())
     with pytest.raises(RuntimeError, match=r"tensor \[1, 2\] outside the flat vector|tensor \[1\] outside"):
         flat.check_graph(outside(inside(torch.ones(1, 3))).sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_that_were_read_stay_when_the_next_update_clears_the_tail(dtype):
+    tail = torch.zeros(4, dtype=dtype)
+    scalars = Scalars(tail, {"tokens": 1, "ages": 3})
+    scalars.add({"tokens": 5, "ages": torch.tensor([1.0, 0.0, 2.0])})
+    found = scalars.read()
+    tail.zero_()
+    assert (found["tokens"].tolist(), found["ages"].tolist()) == (5, [1, 0, 2])

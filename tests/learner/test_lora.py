@@ -23,7 +23,7 @@ from async_rl.weights.segment import SegmentReader
 from learner import adapter_files
 from learner.adapter import AdapterOff, FrozenBase, add_adapter
 from learner.batching import build_micro_batches, plan_micro_batches
-from learner.checkpoint import Checkpoints
+from learner.checkpoint import Checkpoints, ContractError
 from learner.flat import view_of
 from learner.group import LearnerGroup, Placement
 from learner.networks import load_networks
@@ -144,6 +144,22 @@ def test_the_gradient_is_that_of_pefts_own_model_and_the_kl_that_to_the_base(
         assert float(totals["loss_kl"]) > 1e-3
 
 
+def test_the_gradient_is_the_chain_rule_through_the_merged_weights(folder, make_groups, make_mini_batch):
+    # y = (W + s B A) x with s = α/r = 3, and G the gradient of W + s B A: that of A is s Bᵀ G, that of B is s G Aᵀ
+    updater, groups = disturbed(updater_of(folder)), make_groups(4)
+    plain = merged(folder, updater)
+    brute_force_gradient(plain, groups)
+    updater.gradient(*updater.prepare([make_mini_batch(groups)], version=3))
+    tensors = {name: tensor.double() for name, tensor in updater.flat.tensors("policy").items()}
+    for slot in updater.flat.layout:
+        layer, _, kind = slot.name.partition(".lora_")
+        g = plain.get_submodule(layer).weight.grad.double()
+        other = tensors[f"{layer}.lora_{'B' if kind[0] == 'A' else 'A'}.default.weight"]
+        expected = 3 * (other.T @ g if kind[0] == "A" else g @ other.T)
+        assert expected.abs().max() > 1e-3, slot.name
+        assert (view_of(updater.flat.grad, slot) - expected).abs().max() < 1e-5, slot.name
+
+
 def test_the_reference_is_the_base_with_the_adapter_off_unless_another_one_is_named(folder, tmp_path, make_groups):
     networks = disturbed(updater_of(folder, algorithm={"kl_coef": 0.1})).networks
     sequences = concatenate(make_groups(3), version=3)
@@ -218,6 +234,10 @@ def test_a_resumed_learner_continues_bit_by_bit_and_peft_reads_the_checkpoint(
     if dtype == "float32":
         loaded = peft.PeftModel.from_pretrained(load_causal_lm(folder, dtype, CPU), str(checkpoint / "adapter"))
         assert torch.equal(logits(loaded.eval()), logits(straight.networks.policy))
+        ours, theirs = merged(folder, straight).state_dict(), loaded.merge_and_unload().state_dict()
+        assert max((ours[name] - theirs[name]).abs().max() for name in ours) < 1e-6
+        base = load_causal_lm(folder, dtype, CPU).state_dict()
+        assert max((theirs[name] - base[name]).abs().max() for name in base) > 1e-4
     train(straight, make_groups, make_mini_batch, range(2, 4))
 
     resumed = updater_of(folder, model=model, learner={"lr": 1e-2})
@@ -235,7 +255,7 @@ def test_a_checkpoint_of_another_base_or_shape_is_refused(tmp_path, folder, monk
         domain_of(other).load(checkpoint)
     monkeypatch.setattr(adapter_files, "base_of", lambda config: "another")
     with pytest.raises(
-        ConfigError, match=r"was trained on a model with the checksum '\w{32}', model\.path has 'another'"
+        ContractError, match=r"was trained on a model with the checksum '\w{32}', model\.path has 'another'"
     ):
         domain_of(updater).load(checkpoint)
 
@@ -257,7 +277,9 @@ def test_a_base_that_was_away_computes_as_before(folder):
     assert torch.equal(logits(policy), before)
 
 
-def test_a_life_of_the_learner_begins_at_the_newest_adapter(tmp_path):
+def test_a_life_of_the_learner_begins_at_the_newest_adapter_and_never_sets_it_aside_for_another_base(
+    tmp_path, monkeypatch
+):
     save(build_model(), build_tokenizer(), tmp_path / "start")
     config = parse_config({"model": {"path": str(tmp_path / "start")}, "lora": LORA})
     group = LearnerGroup(Placement(0, 1, CPU), 60.0)
@@ -269,3 +291,7 @@ def test_a_life_of_the_learner_begins_at_the_newest_adapter(tmp_path):
     assert start.state.step == 4
     assert {float(view_of(start.loaded.updater.flat.data, slot)[0, 0]) for slot in first.updater.flat.layout} == {0.5}
     assert start.loaded.published == first.published
+    monkeypatch.setattr(adapter_files, "base_of", lambda config: "another")
+    with pytest.raises(ContractError, match="put the model back"):
+        find_start(config, tmp_path, group, lambda folder: build(config, replace(rank, resume=folder)))
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step_4"]

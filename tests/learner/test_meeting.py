@@ -2,21 +2,24 @@
 
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from async_rl.errors import ConfigError, StartAgainError
+from async_rl.interfaces import interface_of, listen
 from async_rl.route import joined, parted, route_to
 from learner import meeting
 from learner.group import read_placement
-from learner.meeting import interface_of, listen
 
 
 def test_the_way_to_the_server_names_address_and_interface():
     assert route_to("tcp://127.0.0.1:5555") == ("127.0.0.1", "127.0.0.1")
     assert route_to("localhost:5555")[1] == "127.0.0.1"
     assert interface_of("127.0.0.1") == "lo"
+    if Path("/proc/net/if_inet6").exists():
+        assert interface_of("::1") == "lo"
     with pytest.raises(ConfigError, match=r"no network interface has the address 192\.0\.2\.1: name the one"):
         interface_of("192.0.2.1")
     with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid:1 cannot be reached from here"):

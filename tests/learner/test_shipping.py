@@ -79,8 +79,9 @@ def fetch(group, out):
 
 
 def test_whoever_sees_the_folder_of_rank_0_reads_there_and_nothing_is_sent(first):
+    (first / "checkpoints" / ".life_before").touch()
     found = on_ranks([(0, first), (1, first), (0, first)], fetch)
-    assert found == [first / "checkpoints" / "step_7"] * 3
+    assert found == [first / "checkpoints" / "step_7"] * 3, "the marker of a life that ended early is of no account"
     assert not (first / "own").exists()
     assert not list(first.glob("checkpoints/.*"))
 

@@ -118,9 +118,21 @@ def test_when_none_can_be_loaded_the_run_does_not_silently_begin_anew(made):
 
 def test_checkpoints_of_another_run_stay_where_they_are(made):
     made.save(3)
-    with pytest.raises(ContractError, match="another model, task, sampling or seed"):
+    with pytest.raises(ContractError, match="another model, adapter, task, sampling or seed"):
         made.start(parse_config({**made.config.model_dump(), "seed": 99}))
     assert made.names() == ["step_3"]
+
+
+def test_where_not_even_a_new_run_could_begin_no_checkpoint_is_blamed(made):
+    for step in (3, 7):
+        made.save(step)
+
+    def build(folder):
+        raise ConfigError("a package is not installed")
+
+    with pytest.raises(ConfigError, match=r"^a package is not installed$"):
+        find_start(made.config, made.out, made.group, build)
+    assert made.names() == ["step_3", "step_7"]
 
 
 def test_what_was_being_written_is_no_checkpoint(made):

@@ -18,8 +18,9 @@ from async_rl.timer import StateTimer
 from async_rl.weights.manifest import Manifest
 from async_rl.weights.segment import unlink_run
 from async_rl.wire import encode_groups, unpack_header
-from learner.checkpoint import fresh_state, read_state
-from learner.group import LearnerGroup, Placement
+from learner import trainer as trainer_module
+from learner.checkpoint import CheckpointError, fresh_state, read_state
+from learner.group import LearnerGroup, LostRanksError, Placement
 from learner.leader import Leader
 from learner.mismatch import MismatchCheck
 from learner.networks import Networks
@@ -36,6 +37,7 @@ SECTIONS = {
     "checkpoint": {"every": 2, "keep": 5},
     "log": {"wandb": False, "tensorboard": False},
 }
+ZERO = {"shard_optimizer": True}
 
 
 class ScriptedServer:
@@ -275,8 +277,11 @@ def test_a_run_that_fails_elsewhere_ends_here_without_a_goodbye(tmp_path, model,
     leader.close()
 
 
-def test_sigterm_is_a_stop(tmp_path, model, run_id):
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["it waits", "the next shard has come already"])
+def test_sigterm_is_a_stop(tmp_path, model, run_id, is_ahead):
     server = ScriptedServer(lambda step: honest_groups(model, step))
+    if is_ahead:
+        server.answer = lambda kind, answer, give_up, step: server.next(step)
     trainer, leader = start(tmp_path, server, model, run_id, terminated=lambda: len(server.versions) >= 3)
     assert not train(trainer, leader)
     leader.close()
@@ -386,6 +391,27 @@ def test_a_last_checkpoint_that_stays_impossible_ends_the_run_and_names_the_newe
         AsyncRLError, match=r"last checkpoint could not be written for 0 s; the newest one is .*step_3, "
     ):
         train(trainer, leader)
+    leader.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(CheckpointError("disk full"), True), (Stopped("the end", True), True), (LostRanksError("gone"), False)],
+)
+def test_who_helps_with_a_checkpoint_is_told_of_its_end_unless_ranks_are_lost(
+    tmp_path, model, run_id, monkeypatch, error, told
+):
+    trainer, leader = start(tmp_path, ScriptedServer(lambda step: []), model, run_id, learner={"ranks": 2, **ZERO})
+    ends = []
+    monkeypatch.setattr(trainer_module, "stop_helping", ends.append)
+
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(leader, "checkpoint", fails)
+    with pytest.raises(type(error)):
+        trainer.checkpoint(final=False)
+    assert len(ends) == told
     leader.close()
 
 

@@ -11,13 +11,13 @@ from tests.system.conftest import (
     child_pids,
     overrides,
     rows,
-    run,
     server_of,
     start,
     steps_of,
     summary_of,
     wait_until,
 )
+from tests.system.micro import save_micro_model
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
@@ -30,7 +30,8 @@ def free_port() -> int:
 
 def test_a_rank_that_dies_on_another_host_begins_again_from_a_checkpoint_that_is_sent_to_it(tmp_path, small):
     first, second = tmp_path / "first", tmp_path / "second"
-    small |= {"steps": 14, "checkpoint.every": 4, "eval.every": 0, "learner.ranks": 2, "learner.checksum_every": 1}
+    small |= {"steps": 12, "checkpoint.every": 3, "eval.every": 0, "learner.ranks": 2, "learner.checksum_every": 1}
+    small |= {"model.path": save_micro_model(tmp_path / "model"), "actors.engine": "mock", "actors.mock_speed": 20.0}
     settings, place = overrides(small), f"127.0.0.1:{free_port()}"
     hosts = ("--nnodes", "2", "--rendezvous", place)
     logs = [tmp_path / f"{name}.log" for name in ("host0", "host1", "actor")]
@@ -42,7 +43,7 @@ def test_a_rank_that_dies_on_another_host_begins_again_from_a_checkpoint_that_is
         address = wait_until(lambda: server_of(first), "the server's start")["address"]
         assert address == f"tcp://{place}"
         begun.append(start("actor", "arithmetic", *settings, "--connect", address, "--name", "a", log=logs[2]))
-        wait_until(lambda: steps_of(first) >= 6, "six steps")
+        wait_until(lambda: steps_of(first) >= 4, "four steps")
         (rank,) = child_pids("learner.main", second)
         os.kill(rank, signal.SIGKILL)
         codes = [process.wait(150) for process in begun]
@@ -52,7 +53,7 @@ def test_a_rank_that_dies_on_another_host_begins_again_from_a_checkpoint_that_is
             process.wait(10)
     said = [log.read_text() for log in logs]
     assert codes == [0, 0, 0], "\n".join(said)
-    assert_sound(first, bound=2, steps=14)
+    assert_sound(first, bound=2, steps=12)
     assert summary_of(first)["restarts"] == {"learner": 1}
     assert "learner was ended by SIGKILL" in said[1]
     assert f"--nnodes 2 --node-rank 1 --rendezvous {place}" in said[0]
@@ -63,14 +64,4 @@ def test_a_rank_that_dies_on_another_host_begins_again_from_a_checkpoint_that_is
     server = (first / "logs" / "server.log").read_text()
     assert server.count("rank1-") >= 2, "each life has mustered"
     assert "begins again at step" in server
-    assert all(0 <= row["step"] < 14 for row in rows(first / "batches.jsonl"))
-
-
-def test_mistakes_on_a_further_host_are_told_before_anything_is_started(tmp_path, small):
-    small |= {"learner.ranks": 2}
-    two = ("learner", "arithmetic", *overrides(small), "--out", str(tmp_path / "run"), "--nnodes", "2", "--node-rank=1")
-    open_network = run(*two, "--rendezvous", "192.0.2.1:5555")
-    assert (open_network.returncode, "--trusted-network" in open_network.stderr) == (2, True)
-    odd = run(*two, "--set", "learner.ranks=3", "--rendezvous", "127.0.0.1:5")
-    assert odd.returncode == 2
-    assert "learner.ranks = 3 is the number over all hosts" in odd.stderr
+    assert all(0 <= row["step"] < 12 for row in rows(first / "batches.jsonl"))

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tests.system.conftest import (
     assert_sound,
     child_pids,
+    fresh_differences,
     overrides,
     rows,
     run,
@@ -63,7 +64,8 @@ def assert_same(out, expected, tolerance):
     ours, theirs = trained_rows(out), trained_rows(expected)
     assert [row["step"] for row in ours] == list(range(STEPS))
     for key in SAME:
-        assert [row.get(key) for row in ours] == pytest.approx([row.get(key) for row in theirs], abs=1e-5), key
+        rel = 1e-4 if key == "grad_norm" else None  # shards sum squares in float64, a vector in float32
+        assert [row.get(key) for row in ours] == pytest.approx([r.get(key) for r in theirs], rel=rel, abs=1e-5), key
     file = f"checkpoints/step_{STEPS}/hf/model.safetensors"
     final, wanted = load_file(out / file), load_file(expected / file)
     assert max((final[name] - wanted[name]).abs().max().item() for name in wanted) < tolerance
@@ -84,24 +86,29 @@ def test_a_learner_that_is_killed_goes_on_from_its_checkpoint_and_ends_with_the_
     assert_same(out, expected, 1e-6)
 
 
-def test_when_one_of_two_ranks_is_killed_both_begin_again_and_the_actors_stay(tmp_path, small, undisturbed):
+def test_when_one_of_two_ranks_with_shards_is_killed_both_begin_again_and_the_actors_stay(tmp_path, small, undisturbed):
     expected, out = reference(undisturbed, small), tmp_path / "run"
-    code, said = kill_the_learner(out, small, tmp_path / "run.log", **{"learner.ranks": 2, "learner.checksum_every": 1})
+    shards = {"learner.ranks": 2, "learner.strategy": "fsdp", "learner.checksum_every": 1}
+    code, said = kill_the_learner(out, small, tmp_path / "run.log", **shards)
     assert code == 0, said
     assert_sound(out, bound=0, steps=STEPS)
     assert "actor0" not in summary_of(out)["restarts"]
     assert_same(out, expected, 1e-4)  # two ranks add in another order, and Adam divides by small numbers
 
 
-def test_a_run_that_is_resumed_with_more_ranks_and_actors_is_the_run_that_it_would_have_been(
+def test_a_run_that_is_resumed_with_other_ranks_and_strategies_is_the_run_that_it_would_have_been(
     tmp_path, small, undisturbed
 ):
     expected, out = reference(undisturbed, small), tmp_path / "run"
     shutil.copytree(expected, out)
     for step in (8, 12, STEPS):  # as if it had been killed with its launcher after step 4
         shutil.rmtree(out / f"checkpoints/step_{step}")
-    more = {"learner.ranks": 2, "actors.count": 2}
-    done = run("run", "--resume", str(out), *overrides(more))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert_sound(out, bound=0, steps=STEPS)
+    for life in (
+        {"learner.ranks": 3, "learner.strategy": "fsdp", "actors.count": 2, "steps": 10},
+        {"learner.ranks": 2, "learner.strategy": "flat", "learner.shard_optimizer": True, "steps": STEPS},
+    ):
+        done = run("run", "--resume", str(out), *overrides(life))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert_sound(out, bound=0, steps=life["steps"])
+    assert max(fresh_differences(out)) < 1e-4
     assert_same(out, expected, 1e-4)

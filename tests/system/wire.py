@@ -1,4 +1,4 @@
-"""A cable with delay and loss between two network namespaces, where the kernel has no ``tc netem``: a process.
+"""A cable between two network namespaces, where the kernel has no ``tc netem``: a process, which SIGUSR1 makes bad.
 
 namespace A ── tap eth0 ─► read ─► lost? ─► due in 50 ms ─► write ─► tap ── namespace B          and the way back
 
@@ -11,6 +11,7 @@ import heapq
 import os
 import random
 import select
+import signal
 import struct
 import sys
 import time
@@ -20,6 +21,7 @@ _NETNS = 0x40000000
 _MAKE_TAP = 0x400454CA
 _TAP, _NO_PACKET_INFO = 0x0002, 0x1000
 _FRAME = 65535
+_DEATH_SIGNAL = 1
 
 
 def open_tap(namespace: str, device: str) -> int:
@@ -33,16 +35,19 @@ def open_tap(namespace: str, device: str) -> int:
 
 
 def forward(ends: tuple[int, int], delay_s: float, loss: float) -> None:
-    """For ever; each end's frames to the other."""
-    chance, waiting, count = random.Random(0), [], 0
+    """For ever; each end's frames to the other, from SIGUSR1 on with delay and loss."""
+    chance, waiting, count, bad = random.Random(0), [], 0, []
+    signal.signal(signal.SIGUSR1, lambda number, _: bad.append(number))
+    print("ready", flush=True)
     while True:
         rest = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
         ready, _, _ = select.select(ends, [], [], rest)
         for end in ready:
             frame = os.read(end, _FRAME)
-            if chance.random() >= loss:
+            if not bad or chance.random() >= loss:
                 count += 1
-                heapq.heappush(waiting, (time.monotonic() + delay_s, count, ends[1 - ends.index(end)], frame))
+                due = time.monotonic() + (delay_s if bad else 0.0)
+                heapq.heappush(waiting, (due, count, ends[1 - ends.index(end)], frame))
         while waiting and waiting[0][0] <= time.monotonic():
             _, _, to, frame = heapq.heappop(waiting)
             try:
@@ -52,6 +57,6 @@ def forward(ends: tuple[int, int], delay_s: float, loss: float) -> None:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # it ends with the test
     first, second = open_tap(sys.argv[1], sys.argv[2]), open_tap(sys.argv[3], sys.argv[4])
-    print("ready", flush=True)
     forward((first, second), float(sys.argv[5]), float(sys.argv[6]))
