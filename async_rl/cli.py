@@ -84,6 +84,15 @@ Trusted = Annotated[
 ]
 
 
+_OF_LINKS = {"hosts", "link_gbit", "sent"}
+"""Options of ``plan`` that have no effect without ``--parameters``."""
+_OF_SIMULATION = {
+    *("run", "tokens_per_s", "slot_tokens_per_s", "publish_s", "weights_s", "pause_s", "filtered", "lengths"),
+    *("actors", "imbalance"),
+}
+"""Those that have none with it."""
+
+
 @app.command()
 def run(
     source: Annotated[str | None, typer.Argument(help="a preset or a CONFIG.toml; not needed with --resume")] = None,
@@ -197,6 +206,7 @@ def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="run folde
 
 @app.command()
 def plan(
+    context: typer.Context,
     source: Source,
     overrides: Overrides = None,
     run: Annotated[
@@ -229,6 +239,13 @@ def plan(
     out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="write the plan there")] = None,
 ) -> None:
     """Say by simulation how many actors a learner needs and which staleness bound; nothing is started."""
+    given = {
+        name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }
+    if useless := sorted(given & (_OF_SIMULATION if parameters is not None else _OF_LINKS)):
+        option = "--from" if useless[0] == "run" else f"--{useless[0].replace('_', '-')}"
+        which = "has no effect with" if parameters is not None else "has no effect without"
+        raise ConfigError(f"{option} {which} --parameters: leave it away")
     if parameters is not None:
         from async_rl.plan.links_command import run_links
 

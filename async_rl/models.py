@@ -30,6 +30,7 @@ _MADE_BY = {
     "smollm2": "async-rl fetch smollm2",
 }
 """The short names that ``model.path`` knows, and the command that puts each into the cache."""
+SHORT_NAMES = tuple(_MADE_BY)
 _CACHED_AS = {"tiny": "tiny-192x2-bytes", "tiny-tools": "tiny-tools-192x2", "smollm2": "smollm2"}
 """Folder of each in the cache; a model that is built otherwise gets another name, lest an old one is taken for it."""
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")

@@ -2,7 +2,8 @@
 
     .step_N (hidden, beside) ─► what Domain.save writes, trainer.json        rank 0
                              ─► ledger.json, groups.bin                      the server, asked by ``snapshot``
-                             ─► fsync of everything ─► its name, step_N ─► older ones beyond ``keep`` are removed
+                             ─► seal.json ─► fsync of everything ─► its name, step_N
+                             ─► older ones beyond ``keep`` are removed
 
 A step that was saved before, as after a resume that was stopped before its first step, changes places with the new one:
 there is no moment in which neither has the name.
@@ -30,6 +31,7 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.form import Each, Fields, number, parse, text, whole
 from async_rl.runfolder import CHECKPOINT_FILES
 from learner.domain import Domain
+from learner.seal import seal
 
 _TRAINER = "trainer.json"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -95,6 +97,7 @@ class Checkpoints:
             missing = [name for name in CHECKPOINT_FILES if not (temporary / name).is_file()]
             if missing:
                 raise CheckpointError(f"the checkpoint of step {state.step} lacks {', '.join(missing)}")
+            seal(temporary)
             _fsync_tree(temporary)
             _name(temporary, final)
             self._remove_leftovers()

@@ -22,6 +22,7 @@ from async_rl.safetensors_files import read_entries
 from learner.checkpoint import ContractError, TrainerState, fresh_state, read_state
 from learner.domain import Domain
 from learner.group import LearnerGroup
+from learner.seal import check_seal
 from learner.shipping import bring
 
 FOLDER = "checkpoints"
@@ -119,10 +120,13 @@ def _tried(folder: Path, config: RunConfig, build: Build) -> Domain | None:
     _check_files(folder)
     read_state(folder, config)
     journal.load(folder)
-    if not config.sharded:
-        return load(folder, build)
-    _check_tensors(folder)
-    return None
+    domain = None
+    if config.sharded:
+        _check_tensors(folder)
+    else:
+        domain = load(folder, build)
+    check_seal(folder)  # last: what is wrong with a file that cannot even be read is said better above
+    return domain
 
 
 def _folders(out: Path) -> Iterator[Path]:

@@ -94,8 +94,8 @@ def load_shards(checkpoint: Path, updater: Updater) -> None:
     if "critic" in parameters.roles:
         _read_shards(checkpoint / CRITIC, parameters, "critic")
     file = checkpoint / OPTIMIZER
-    found = read_entries(file).get("exp_avg")
-    if found is None or found.numel != parameters.size:
+    found = read_entries(file)
+    if any(name not in found or found[name].numel != parameters.size for name in MOMENTS):
         raise ConfigError(
             f"{file} does not fit what is trained: it is of a run with another algorithm.advantage or algorithm.critic "
             "(a critic is trained, too)"
@@ -105,6 +105,9 @@ def load_shards(checkpoint: Path, updater: Updater) -> None:
 
 @torch.no_grad()
 def _read_shards(file: Path, parameters: ShardedParameters, role: str) -> None:
+    shapes = {name: entry.shape for name, entry in read_entries(file).items()}
+    if shapes != {slot.name: slot.shape for slot in parameters.slots(role)}:  # a part of a larger one would fit as well
+        raise ConfigError(f"{file} does not fit the {role} that is trained: its tensors have other names or shapes")
     for part, slot in zip(parameters.of(role), parameters.slots(role), strict=True):
         values = read_part(file, slot.name, part.first - part.slot.offset, part.values.numel())
         part.values.copy_(values.view(part.values.shape))

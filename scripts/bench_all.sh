@@ -3,9 +3,10 @@
 # on an otherwise idle machine. A benchmark whose file lies in OUT already is not repeated.
 #   bash scripts/bench_all.sh OUT [TRL_PYTHON]      TRL_PYTHON: python of an environment that has trl; without it that part is left out
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="$(realpath -m "${1:?usage: bash scripts/bench_all.sh OUT [TRL_PYTHON]}")"
 trl="${2:-}"
+case "$trl" in */*) trl="$(realpath -s "$trl")" ;; esac
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p "$out"
 python="$PWD/.venv/bin/python"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false

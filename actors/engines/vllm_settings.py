@@ -108,7 +108,8 @@ def adapter_arguments(lora: LoraConfig) -> dict[str, Any]:
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": next(rank for rank in _RANKS if rank >= lora.rank),
-        "lora_target_modules": list(lora.targets),
+        # vLLM knows layers by their last name alone; of those that a longer target leaves out the slots stay 0
+        "lora_target_modules": list(dict.fromkeys(target.rpartition(".")[2] for target in lora.targets)),
     }
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from async_rl.config import AnyConfig, Config, ControlConfig, load_any, to_toml
 from async_rl.curve import ClientKeys
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.launch import control_checks, preflight, roles, token_checks
 from async_rl.launch.commands import Commands, visible_gpus
 from async_rl.launch.crew import Crew
@@ -26,6 +26,8 @@ from async_rl.launch.reach import check_entry, unreachable
 from async_rl.launch.upkeep import Upkeep
 from async_rl.runfolder import write_atomically
 
+MAX_NAME = 200
+"""Bytes of a name, to which the names of files add some; they have 255."""
 PROBE_S = 5.0
 """The server's address answers within this time, or the user is told."""
 
@@ -55,7 +57,7 @@ def run_actor(
         AsyncRLError: the processes are given up.
     """
     config = load_any(source, overrides)
-    name = name or f"{socket.gethostname()}-{role}-{os.getpid()}"
+    name = f"{socket.gethostname()}-{role}-{os.getpid()}" if name is None else _checked(name)
     preflight.check_connect(connect, config.buffer.keys)
     roles.check_role(config, role)
     folder = Path("runs") / f"actor-{name}"
@@ -83,6 +85,19 @@ def run_actor(
             command = commands.actor(connect, one) if role == "actor" else commands.scorer(connect, one, role)
             crew.add(one, role, command)
         return Upkeep(crew, interrupts, spare=[janitor.pid]).run()
+
+
+def _checked(name: str) -> str:
+    """A name that the run's panel can show, and files can have.
+
+    Raises:
+        ConfigError: it cannot be one.
+    """
+    if not name.strip() or "/" in name or not name.isprintable() or len(os.fsencode(name)) > MAX_NAME:
+        raise ConfigError(
+            f"--name {name[:40]!r}: folder and logs are named by it; write 1 to {MAX_NAME} signs, without / among them"
+        )
+    return name
 
 
 def look_for_server(address: str, config: AnyConfig, name: str, console: Console) -> None:

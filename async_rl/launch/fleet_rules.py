@@ -47,12 +47,7 @@ class FleetRules:
         """
         if most < least:
             raise ConfigError(f"--max-actors {most} is below --min-actors {least}")
-        ranks = job.config.learner.ranks
-        if 0 < learner["GPU"] * learners < ranks:
-            raise ConfigError(
-                f"learner.ranks = {ranks} on {learners} nodes with {learner['GPU']:g} GPUs each: ask for more GPUs, or "
-                "lower learner.ranks"
-            )
+        job.check_learner_gpus(learners, int(learner["GPU"]))
         if worker["GPU"] > 1:
             raise ConfigError(
                 f"--actor-gpus {worker['GPU']:g}: on Ray each actor has a place of its own, and one device; ask for "

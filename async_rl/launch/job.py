@@ -6,6 +6,7 @@ arguments ─► Job ─► make(), write() ─► DIR/job/keys/, DIR/job/config
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +15,19 @@ from pathlib import Path
 from async_rl.config import AnyConfig, Config, load_any, to_toml
 from async_rl.curve import make_keys
 from async_rl.errors import ConfigError
-from async_rl.launch.preflight import prepare_out
+from async_rl.launch.preflight import check_engine, check_out, check_verifier, child_environment, prepare_out
+from async_rl.models import SHORT_NAMES, resolve_model
 from async_rl.runfolder import write_atomically
 
 FOLDER = "job"
 """Folder of a job's own files in the run folder."""
+_OWN = {
+    "actors.count": "the number of actors is that of nodes and engines (Slurm), or --min-actors and --max-actors (Ray)",
+    "buffer.bind": "the server listens on the learner node that the cluster gives",
+    "buffer.insecure": "the server has keys, made for this run",
+    "buffer.keys": "the keys are made for this run, in the run folder",
+}
+"""Settings that would have no effect, and what decides instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +55,11 @@ class Job:
             resume: run folder of a job to continue.
 
         Raises:
-            ConfigError: an argument or a setting is wrong, or cannot be on several hosts.
+            ConfigError: an argument or a setting is wrong, or cannot be on several hosts; a file is not there.
         """
+        for key in (override.partition("=")[0].strip() for override in overrides):
+            if key in _OWN:
+                raise ConfigError(f"--set {key} has no effect with async-rl launch: {_OWN[key]}; leave it away")
         given = source
         if resume is not None:
             if out is not None and out.resolve() != resume.resolve():
@@ -81,6 +93,11 @@ class Job:
     def config_file(self) -> Path:
         """The configuration from which every process is started."""
         return self.files / "config.toml"
+
+    @property
+    def script(self) -> Path:
+        """Of a Slurm job, once it is submitted."""
+        return self.files / "job.sbatch"
 
     @property
     def has_begun(self) -> bool:
@@ -125,6 +142,25 @@ class Job:
         if hosts == 1 and trusted:
             raise ConfigError("--trusted-network has no effect with one learner node; leave it away")
 
+    def check_learner_gpus(self, hosts: int, gpus: int) -> None:
+        """Check that each rank has a device, and that none is paid for and not used.
+
+        Args:
+            hosts: learner hosts.
+            gpus: of each; 0: all compute on the CPU.
+
+        Raises:
+            ConfigError: there are too few, or more than ranks and evaluation use.
+        """
+        ranks = self.config.learner.ranks
+        asked = f"learner.ranks = {ranks} on {hosts} {'node' if hosts == 1 else 'nodes'} with {gpus} GPUs each"
+        if gpus and ranks > hosts * gpus:
+            raise ConfigError(f"{asked}: ask for more GPUs, or lower learner.ranks")
+        if gpus > ranks // hosts + 1:  # the evaluation takes one that no rank has
+            raise ConfigError(
+                f"{asked}: a rank uses one, the others would do nothing; raise learner.ranks, or ask for fewer GPUs"
+            )
+
     def learner_cpus(self, hosts: int) -> int:
         """CPUs of a learner host without a wish: one a rank, and one for server and evaluation."""
         return self.config.learner.ranks // hosts + 1
@@ -156,3 +192,33 @@ class Job:
                 "actors.placement = 'colocated': actors and learner take turns on one device, which are no several "
                 "hosts; set it to 'separate', or use async-rl run on that machine"
             )
+        if not self.resumes:
+            check_out(self.out)
+            if self.script.exists():
+                raise ConfigError(
+                    f"{self.out}: a Slurm job was submitted for this run folder already, and would read what this "
+                    f"command writes; choose another --out, or go on with --resume {self.out}"
+                )
+        elif self.has_begun and self.config.contract_hash() != load_any(str(self.out / "config.toml")).contract_hash():
+            raise ConfigError(
+                f"--resume {self.out}: model, task, sampling, rewards (environment, networks) and seed must stay "
+                f"as in {self.out / 'config.toml'}"
+            )
+        if isinstance(self.config, Config):
+            self._check_files(self.config)
+
+    def _check_files(self, config: Config) -> None:
+        """What can be seen from here: it would be missed only when the cluster has given its nodes."""
+        models = {"model.path": config.model.path}
+        models |= {"reference.path": config.reference.path} if config.needs_reference else {}
+        models |= {"reward.model_path": config.reward.model_path} if config.reward.model else {}
+        for setting, path in models.items():
+            if path and path not in SHORT_NAMES:
+                resolve_model(path, setting)
+        if config.task.data and not Path(config.task.data).exists():
+            raise ConfigError(
+                f"task.data = {config.task.data!r}: there is nothing in {self.work}; nodes work in the directory from "
+                "which the run is launched"
+            )
+        check_engine(config)
+        check_verifier(config.task, child_environment(os.environ, self.search))

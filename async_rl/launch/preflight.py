@@ -25,6 +25,7 @@ from async_rl.hosts import FOLDER
 WARMUP_TIMEOUT_S = 1800.0
 IMPORT_TIMEOUT_S = 60.0
 MIN_SHM_FREE = 64 << 20
+PORTS = range(1, 65_536)
 BEFORE_A_RUN = ("logs", "job")
 """What a new run folder may hold: logs of a start that was interrupted, what ``async-rl launch`` has prepared."""
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
@@ -47,16 +48,25 @@ def may_stand_before(name: str) -> bool:
     return name in BEFORE_A_RUN or FOLDER.fullmatch(name) is not None
 
 
+def check_out(out: Path) -> None:
+    """Check that a folder can become a new run folder; nothing is written.
+
+    Raises:
+        ConfigError: it holds files already, or is none.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: a file of this name is there")
+    if out.is_dir() and any(not may_stand_before(entry.name) for entry in out.iterdir()):
+        raise ConfigError(f"--out {out} is not empty: choose another folder, or continue that run with --resume {out}")
+
+
 def prepare_out(out: Path) -> Path:
     """Create a new run folder.
 
     Raises:
         ConfigError: it holds files already, or cannot be written.
     """
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out}: a file of this name is there")
-    if out.is_dir() and any(not may_stand_before(entry.name) for entry in out.iterdir()):
-        raise ConfigError(f"--out {out} is not empty: choose another folder, or continue that run with --resume {out}")
+    check_out(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -244,11 +254,14 @@ def check_connect(address: str, keys: str) -> None:
     """Check the form of ``--connect``, and our keys.
 
     Raises:
-        ConfigError: it is not ``tcp://HOST:PORT``, or a key cannot be read.
+        ConfigError: it is not ``tcp://HOST:PORT``, there is no such port, or a key cannot be read.
     """
     ClientKeys.of(keys)
-    if not re.fullmatch(r"tcp://(\[[^\]]+\]|[^:/*]+):\d+", address):
+    match = re.fullmatch(r"tcp://(\[[^\]]+\]|[^:/*]+):(\d+)", address)
+    if match is None:
         raise ConfigError(f"--connect {address!r}: write it as tcp://HOST:PORT, as the learner host printed it")
+    if int(match[2]) not in PORTS:  # the system would take the rest of the division, and so ask another server
+        raise ConfigError(f"--connect {address!r}: a port is a number from 1 to {PORTS.stop - 1}")
 
 
 def check_limits(config: Config, model: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.launch.places import Lost, Report, Task
+from async_rl.launch.preflight import PORTS
 from async_rl.launch.ray_keeper import Keeper
 from async_rl.route import parted
 
@@ -61,7 +62,8 @@ def connect(address: str) -> RayCluster:
 
 
 def _check_address(address: str) -> None:
-    if re.fullmatch(r"([^:/]+|\[[^\]]+\]):\d+", address) is None:
+    match = re.fullmatch(r"([^:/]+|\[[^\]]+\]):(\d+)", address)
+    if match is None or int(match[2]) not in PORTS:
         raise ConfigError(
             f"{address!r} is no address of a Ray cluster: write --address (or RAY_ADDRESS) as HOST:PORT of its head; a "
             "ray:// client cannot watch the buffer server, so run the command on a node of the cluster, or hand it to "

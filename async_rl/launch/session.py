@@ -91,7 +91,7 @@ def run_session(
         outcome = _launch(
             config, folder, checkpoint, env, console, interrupts, hosts, spare=[janitor.pid], with_actors=with_actors
         )
-        return _finish(folder, outcome, console)
+        return _finish(folder, outcome, console, "run" if with_actors else "learner")
 
 
 def _bind_to_rendezvous(overrides: Sequence[str], hosts: LearnerHosts) -> list[str]:
@@ -323,8 +323,8 @@ def _reachable(address: str, config: RunConfig) -> str:
     return f"tcp://{socket.gethostname()}:{address.rpartition(':')[2]}" if everywhere else address
 
 
-def _finish(out: Path, outcome: Outcome, console: Console) -> int:
-    """Write what sums the run up, say how it ended; the exit code."""
+def _finish(out: Path, outcome: Outcome, console: Console, command: str) -> int:
+    """Write what sums the run up, say how it ended and with which command it goes on; the exit code."""
     from async_rl.report.page import write_report
 
     try:
@@ -340,5 +340,5 @@ def _finish(out: Path, outcome: Outcome, console: Console) -> int:
     if summary["bottleneck"]:
         console.print(summary["bottleneck"])
     if outcome.status == "stopped" and RunFolder(out).latest_checkpoint():
-        console.print(f"continue with: async-rl run --resume {out}")
+        console.print(f"continue with: async-rl {command} --resume {out}")
     return outcome.exit_code

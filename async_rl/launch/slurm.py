@@ -56,9 +56,14 @@ def run_slurm(job: Job, options: SlurmOptions, say: Callable[[str], object], *, 
         raise ConfigError("there is no sbatch on this host: submit from a login node of the cluster, or use --dry-run")
     job.make()
     job.write()
-    script = job.files / "job.sbatch"
+    script = job.script
+    before = script.read_text(encoding="utf-8") if script.exists() else None
     script.write_text(text, encoding="utf-8")
-    out, _ = _ask(["sbatch", "--parsable", str(script)], "", "sbatch")
+    try:
+        out, _ = _ask(["sbatch", "--parsable", str(script)], "", "sbatch")
+    except AsyncRLError:  # as it was: a folder with a script is one of a job that was submitted
+        script.unlink() if before is None else script.write_text(before, encoding="utf-8")
+        raise
     number = out.strip().partition(";")[0]
     again = shlex.join(["sbatch", str(script)])
     say(f"job {number} is submitted; its log: {job.files / f'slurm-{number}.log'}")
@@ -108,12 +113,21 @@ def _check(job: Job, options: SlurmOptions) -> None:
         )
     if options.port is not None and options.port not in _PORTS:
         raise ConfigError(f"--port {options.port}: choose one from {_PORTS.start} to {_PORTS.stop - 1}")
-    ranks, nodes = job.config.learner.ranks, options.learner.nodes
-    if options.learner.gpus and ranks > nodes * options.learner.gpus:
+    named = {"--partition": options.learner.partition, "--actor-partition": options.actor.partition}
+    for option, value in {**named, "--account": options.account}.items():
+        if value is not None and not value.strip():
+            raise ConfigError(f"{option} {value!r} is empty: name one, or leave the option away")
+    for option in options.extra:
+        if not option.startswith("-"):
+            raise ConfigError(f"--sbatch {option!r} is no option of sbatch: write it as in --sbatch=--qos=high")
+    nodes = options.learner.nodes
+    if job.config.weights.path == "broadcast" and (nodes == 1 or not job.config.weights.trusted_network):
         raise ConfigError(
-            f"learner.ranks = {ranks} on {nodes} nodes with {options.learner.gpus} GPUs each: ask for more GPUs, or "
-            "lower learner.ranks"
+            "weights.path = 'broadcast' in a Slurm job needs --set weights.trusted_network=true and several learner "
+            "nodes: with one the server listens on all addresses of its node, and engines must meet at one; set "
+            "weights.path = 'auto'"
         )
+    job.check_learner_gpus(nodes, options.learner.gpus)
     guests, gpus = scorer_guests(job, options), options.actor.gpus
     if gpus and guests + (options.engines or 1) > gpus:
         raise ConfigError(

@@ -47,6 +47,8 @@ class Scale:
     ranks: int = 1
     sharded: bool = False
     """``learner.strategy = "fsdp"``."""
+    shard_optimizer: bool = False
+    """``learner.shard_optimizer``."""
     step_s: float
     """Seconds from one version to the next."""
     tokens_per_step: float
@@ -60,16 +62,17 @@ class Scale:
 
     def __post_init__(self) -> None:
         ranges = {
-            "--parameters": self.parameters >= 1,
+            "--parameters": 1 <= self.parameters < math.inf,
             "--hosts": self.hosts >= 1,
             "--ranks": self.ranks >= 1,
             "--sent": 0 < self.sent <= 1,
-            "--step-s": self.step_s > 0,
-            "--link-gbit": self.link_bytes_s > 0,
+            "--step-s": 0 < self.step_s < math.inf,
+            "--link-gbit": 0 < self.link_bytes_s < math.inf,
+            "--median": self.tokens_per_step > 0,
         }
         wrong = [name for name, is_right in ranges.items() if not is_right]
-        if wrong or not all(map(math.isfinite, (self.parameters, self.step_s, self.link_bytes_s))):
-            raise ConfigError(f"{', '.join(wrong) or 'a number'}: it must be above 0 (--sent: at most 1)")
+        if wrong:
+            raise ConfigError(f"{', '.join(wrong)}: it must be a number above 0 (--sent: at most 1)")
 
     @property
     def version_bytes(self) -> float:
@@ -116,7 +119,9 @@ class Scale:
     @property
     def rank_bytes(self) -> float:
         """Memory of a rank for master weights, gradients, two moments: 16 bytes a parameter. Without activations."""
-        return 4 * _MASTER * self.parameters / (self.ranks if self.sharded else 1)
+        whole = 1 / self.ranks if self.sharded else 1
+        moments = 1 / self.ranks if self.sharded or self.shard_optimizer else 1
+        return 2 * _MASTER * self.parameters * (whole + moments)
 
     @property
     def shared_bytes(self) -> float:
@@ -144,7 +149,9 @@ def loads(scale: Scale) -> list[Load]:
         each = scale.passes * (2 * 2 + _MASTER) + 2
         between, step = others * scale.parameters * each, "all-gather, all-gather, reduce-scatter"
     else:
-        between, step = 2 * others * scale.parameters * _MASTER, "all-reduce"
+        gathered = int(scale.shard_optimizer)  # the parameters, once each rank has stepped its slice
+        between = (2 + gathered) * others * scale.parameters * _MASTER
+        step = "all-reduce, all-gather" if gathered else "all-reduce"
     relayed = sent * (scale.hosts - 1) / scale.hosts if scale.relay else 0.0
     out = sent * (1 if scale.relay else scale.hosts)
     link, process = scale.link_bytes_s, scale.process_bytes_s

@@ -56,6 +56,7 @@ def run_links(
         raise ConfigError("--parameters: policies of control runs are too small for their links to matter")
     if step_s is None:
         raise ConfigError("how long does a step of the learner take? Give --step-s")
+    _check(config, sent)
     scale = Scale(
         parameters=parse_parameters(parameters),
         published_bytes=2 if config.dtype == "bfloat16" else 4,
@@ -65,8 +66,11 @@ def run_links(
         chunk_bytes=config.weights.chunk_bytes,
         ranks=ranks or config.learner.ranks,
         sharded=config.sharded,
+        shard_optimizer=config.learner.shard_optimizer,
         step_s=step_s,
-        tokens_per_step=config.buffer.groups_per_step * config.group_size * (mean_tokens or config.max_sampled),
+        tokens_per_step=config.buffer.groups_per_step
+        * config.group_size
+        * (config.max_sampled if mean_tokens is None else mean_tokens),
         micro_batch_tokens=config.learner.micro_batch_tokens,
         link_bytes_s=link_gbit * _GBIT,
         keys=bool(config.buffer.keys),
@@ -75,6 +79,27 @@ def run_links(
     if out is not None:
         write_atomically(out, json.dumps(document(scale), indent=1) + "\n")
     return scale
+
+
+def _check(config: Config, sent: float) -> None:
+    """Refuse what the formulas are not of, rather than print numbers of another run.
+
+    Raises:
+        ConfigError: says why, and what to give.
+    """
+    if config.lora.is_on:
+        raise ConfigError(
+            f"--parameters with lora.rank = {config.lora.rank}: versions and gradients are those of the adapter, the "
+            "formulas those of a whole model; give the adapter's own parameters and lora.rank = 0 for what the links "
+            "carry (a rank's memory has the base beside that)"
+        )
+    if config.weights.path != "auto" and config.weights.path != "zmq":
+        raise ConfigError(
+            f"--parameters with weights.path = {config.weights.path!r}: the formulas are of versions that are pulled "
+            "over the network; set weights.path = 'auto' (what the others carry: docs/scaling.md)"
+        )
+    if config.weights.delta and sent == 1:
+        raise ConfigError("weights.delta: which share of a version is sent? Give --sent, such as 0.13")
 
 
 def document(scale: Scale) -> dict[str, Any]:

@@ -19,7 +19,7 @@ _WAITS: Mapping[tuple[str, str], tuple[str, str]] = {
     ),
     ("learner", "publishing"): (
         "the learner spent {share} of its time publishing weights",
-        "look at the disk and the link",
+        "look at the disk and the link; a broadcast waits for the slowest engine, too",
     ),
     ("learner", "checkpointing"): ("the learner spent {share} of its time on checkpoints", "raise checkpoint.every"),
     ("actors", "waiting_ticket"): (

@@ -64,7 +64,7 @@ class Offer:
                 world=int(fields["world"]),
                 deadline_s=float(fields["deadline_s"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise WeightsError(f"malformed offer: {error!r}") from None
 
 

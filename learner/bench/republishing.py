@@ -19,6 +19,7 @@ from async_rl.bench.weights_parts import answer_lines
 from async_rl.errors import ConfigError
 from async_rl.runfolder import model_folder
 from learner.publisher import Layout, Publisher
+from learner.seal import check_seal
 
 
 class Republishing:
@@ -30,11 +31,13 @@ class Republishing:
         chunk_bytes: per checksum.
 
     Raises:
-        ConfigError: the run has no two of them, of the same tensors.
+        ConfigError: the run has no two of them, of the same tensors, as they were saved.
     """
 
     def __init__(self, run_id: str, run: Path, chunk_bytes: int) -> None:
         folders = newest_two(run)
+        for folder in folders:
+            check_seal(folder)
         loaded = [_flat(folder) for folder in folders]
         layout = loaded[0][1]
         if layout != loaded[1][1]:
@@ -77,7 +80,11 @@ def _flat(checkpoint: Path) -> tuple[torch.Tensor, Layout]:
 
 def main() -> None:
     """The process."""
-    with contextlib.closing(Republishing(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))) as republishing:
+    try:
+        made = Republishing(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    except ConfigError as error:
+        sys.exit(str(error))
+    with contextlib.closing(made) as republishing:
         answer_lines({"describe": republishing.describe, "publish": republishing.publish})
 
 

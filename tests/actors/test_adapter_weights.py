@@ -8,11 +8,18 @@ from torch import nn
 from actors.engines import adapter_weights
 from actors.engines.adapter_weights import AdapterWeights
 from actors.engines.torch_engine import TorchEngine
+from actors.engines.vllm_settings import adapter_arguments
 from async_rl.adapter import names_of
 from async_rl.config import LoraConfig
 from async_rl.errors import WeightsError
 
 LORA = LoraConfig(rank=2, alpha=5, targets=("q_proj", "k_proj", "o_proj", "up_proj"))
+
+
+def test_vllm_is_told_of_a_layer_by_its_last_name_alone_as_it_knows_no_other():
+    told = adapter_arguments(LoraConfig(rank=3, targets=("layers.0.self_attn.q_proj", "down_proj", "mlp.down_proj")))
+    assert told["lora_target_modules"] == ["q_proj", "down_proj"]
+    assert told["max_lora_rank"] == 8
 
 
 class Tensors(dict):

@@ -12,7 +12,7 @@ import zmq
 from rich.console import Console
 
 from async_rl.config import parse_config
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.launch import actor_host, policy, upkeep
 from async_rl.launch.actor_host import make_crew
 from async_rl.launch.children import descendants, wait_all
@@ -20,6 +20,14 @@ from async_rl.launch.interrupts import Interrupts
 from async_rl.launch.progress import make_console
 from async_rl.launch.reach import unreachable
 from async_rl.launch.upkeep import Upkeep
+
+
+@pytest.mark.parametrize("name", ["", "  ", "a/b", "../x", "a\nb", 201 * "x"])
+def test_a_name_that_no_folder_can_have_is_refused_before_anything_is_written(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with Interrupts() as interrupts, pytest.raises(ConfigError, match="--name"):
+        actor_host.run_actor("arithmetic", [], "tcp://127.0.0.1:1", name, "actor", interrupts)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from async_rl.buffer.broadcasts import Broadcasts
 from async_rl.buffer.post import Post
 from async_rl.buffer.roster import Roster, Session
 from async_rl.config import WeightsConfig
-from async_rl.errors import WireError
+from async_rl.errors import WeightsError, WireError
 from async_rl.weights.manifest import Manifest, combine
 from async_rl.weights.offer import Offer
 from async_rl.wire import unpack_header
@@ -225,3 +225,11 @@ def test_what_names_no_devices_is_refused(devices):
 def test_a_learner_that_does_not_say_where_to_meet_is_refused(sends):
     with pytest.raises(WireError):
         World().broadcasts.offer({"type": "trained", "sends": sends}, manifest(1))
+
+
+@pytest.mark.parametrize(("field", "value"), [("epoch", float("inf")), ("rank", "x"), ("deadline_s", None)])
+def test_an_offer_with_impossible_numbers_is_refused_as_one(field, value):
+    told = {"epoch": 0, "version": 1, "store": "h:1", "group": "g", "rank": 1, "world": 2, "deadline_s": 3.0}
+    assert Offer.from_wire(told).order == (0, 1)
+    with pytest.raises(WeightsError, match="malformed offer"):
+        Offer.from_wire({**told, field: value})

@@ -52,6 +52,13 @@ def test_addresses_that_others_can_reach_need_consent():
         preflight.check_connect("tcp://*:80", "")
 
 
+@pytest.mark.parametrize("port", ["0", "65536", "99999999"])
+def test_a_port_that_cannot_be_is_refused_and_no_other_asked_in_its_place(port):
+    with pytest.raises(ConfigError, match="from 1 to 65535"):
+        preflight.check_connect(f"tcp://localhost:{port}", "")
+    preflight.check_connect("tcp://localhost:65535", "")
+
+
 def test_a_verifier_is_imported_in_another_process_and_its_fault_named(tmp_path):
     (tmp_path / "mine.py").write_text("def score(prompts, completions):\n    return []\nnumber = 3\n")
     env = preflight.child_environment(os.environ, tmp_path)

@@ -42,6 +42,9 @@ def test_ranks_reduce_gradients_in_float32_and_gather_shards_in_bfloat16():
     assert carried(Scale(**SMALL, ranks=4, sharded=True, micro_batch_tokens=13))[4] == 13_500
     assert Scale(**SMALL, ranks=4).rank_bytes == 16_000
     assert Scale(**SMALL, ranks=4, sharded=True).rank_bytes == 4000
+    # the moments of a quarter; each step gathers 3/4 x 4000 bytes of parameters beside the all-reduce
+    assert Scale(**SMALL, ranks=4, shard_optimizer=True).rank_bytes == 8000 + 2000
+    assert carried(Scale(**SMALL, ranks=4, shard_optimizer=True))[4] == 9000
 
 
 def test_where_links_are_fast_processes_are_what_is_slow():
@@ -102,6 +105,44 @@ def test_the_command_prints_and_writes_it(tmp_path):
 def test_a_step_must_be_stated():
     result = CliRunner().invoke(app, ["plan", "arithmetic", "--parameters", "7B"])
     assert "--step-s" in str(result.exception) + result.output
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["lora.rank=8"], "lora.rank = 8"),
+        (["weights.path=broadcast"], "weights.path = 'broadcast'"),
+        (["weights.path=shm"], "weights.path = 'shm'"),
+        (["weights.delta=true"], "--sent"),
+    ],
+)
+def test_a_run_that_the_formulas_are_not_of_is_refused_rather_than_given_wrong_numbers(settings, says):
+    command = ["plan", "arithmetic", "--parameters", "7B", "--step-s", "30"]
+    result = CliRunner().invoke(app, [*command, *(part for setting in settings for part in ("--set", setting))])
+    assert isinstance(result.exception, ConfigError)
+    assert says in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--parameters", "7B", "--median", "0"], "--median"),
+        (["--parameters", "7B", "--median", "-5"], "--median"),
+        (["--parameters", "7B", "--actors", "5"], "--actors has no effect with --parameters"),
+        (["--parameters", "7B", "--from", "runs/x"], "--from has no effect with --parameters"),
+        (["--tokens-per-s", "9", "--hosts", "5"], "--hosts has no effect without --parameters"),
+        (["--tokens-per-s", "9", "--link-gbit", "5"], "--link-gbit has no effect without --parameters"),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused(options, says):
+    result = CliRunner().invoke(app, ["plan", "arithmetic", "--step-s", "30", *options])
+    assert isinstance(result.exception, ConfigError)
+    assert says in str(result.exception)
+
+
+def test_a_step_that_never_ends_is_named():
+    with pytest.raises(ConfigError, match="--step-s"):
+        Scale(**{**SMALL, "step_s": float("inf")})
 
 
 _MANY = "ranks=512 --set buffer.groups_per_step=512 --set sampling.group_size=2"

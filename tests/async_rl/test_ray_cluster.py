@@ -181,6 +181,7 @@ def test_a_head_that_is_gone_is_told_before_ray_ends_us(ray):
     [
         ("ray://head:10001", ConfigError, "run the command on a node of the cluster"),
         ("head", ConfigError, "as HOST:PORT"),
+        ("localhost:99999999", ConfigError, "as HOST:PORT"),
         ("127.0.0.1:9", AsyncRLError, "no Ray cluster at 127.0.0.1:9: Connection refused"),
     ],
 )

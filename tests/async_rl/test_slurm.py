@@ -156,7 +156,20 @@ def test_limits_in_the_forms_of_slurm(time, seconds):
         (["arithmetic", "--slurm", "--learner-nodes", "2", "--set", "learner.ranks=2"], "--trusted-network"),
         (["arithmetic", "--slurm", "--trusted-network"], "no effect with one learner node"),
         (["arithmetic", "--slurm", "--learner-gpus", "1", "--set", "learner.ranks=2"], "ask for more GPUs"),
+        (["arithmetic", "--slurm", "--learner-gpus", "8"], "the others would do nothing; raise learner.ranks"),
+        (["arithmetic", "--ray", "--learner-gpus", "8"], "the others would do nothing; raise learner.ranks"),
         (["arithmetic", "--slurm", "--port", "80"], "choose one"),
+        (["arithmetic", "--slurm", "--set", "actors.count=5"], "actors.count has no effect with async-rl launch"),
+        (["arithmetic", "--slurm", "--set", "buffer.keys=mine"], "the keys are made for this run"),
+        (["arithmetic", "--ray", "--set", "buffer.bind=tcp://1.2.3.4:5"], "the learner node that the cluster gives"),
+        (["arithmetic", "--slurm", "--set", "buffer.insecure=true"], "the server has keys"),
+        (["arithmetic", "--slurm", "--set", "model.path=absent"], "absent/config.json does not exist"),
+        (["arithmetic", "--ray", "--set", "task.data=absent.jsonl"], "task.data = 'absent.jsonl'"),
+        (["arithmetic", "--slurm", "--set", "task.verifier=absent:score"], "No module named 'absent'"),
+        (["arithmetic", "--slurm", "--partition", ""], "--partition '' is empty"),
+        (["arithmetic", "--slurm", "--account", " "], "--account ' ' is empty"),
+        (["arithmetic", "--slurm", "--sbatch=qos=high"], "no option of sbatch"),
+        (["arithmetic", "--slurm", "--set", "weights.path=broadcast"], "several learner nodes"),
         (["arithmetic", "--slurm", "--max-actors", "4"], "--max-actors goes with --ray: leave it away"),
         (["arithmetic", "--slurm"], "there is no sbatch on this host"),
         (["--slurm", "--resume", "absent"], "has prepared no run there"),
@@ -196,6 +209,38 @@ def test_a_dry_run_shows_the_script_asks_slurm_and_writes_nothing(tmp_path):
     done = launch("arithmetic", "--slurm", "--dry-run", "--partition", "nowhere", cwd=work, env=env)
     assert done.returncode == 1
     assert "invalid partition specified: nowhere" in done.stderr
+
+
+def test_a_dry_run_refuses_the_folder_that_the_job_would_refuse(tmp_path):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "config.toml").touch()
+    done = launch("arithmetic", "--slurm", "--dry-run", "--out", "used", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "used is not empty" in done.stderr
+
+
+def test_a_job_that_waits_keeps_its_files_until_one_that_was_refused_has_none(tmp_path):
+    env = install(tmp_path / "bin")
+    command = ("arithmetic", "--slurm", "--out", "run")
+    assert launch(*command, cwd=tmp_path, env=env).returncode == 0
+    again = launch(*command, "--set", "steps=7", cwd=tmp_path, env=env)
+    assert again.returncode == 2
+    assert "was submitted for this run folder already" in again.stderr
+    assert "steps = 7" not in (tmp_path / "run" / "job" / "config.toml").read_text()
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\necho no such account >&2; exit 1\n")
+    refused = launch(*command[:-1], "other", cwd=tmp_path, env=env)
+    assert (refused.returncode, "no such account" in refused.stderr) == (1, True)
+    assert not (tmp_path / "other" / "job" / "job.sbatch").exists(), "may be tried again"
+
+
+def test_a_run_goes_on_with_what_it_has_learned_so_far_or_not_at_all(job):
+    job.make()
+    job.write()
+    assert Job.of(None, ["seed=9"], None, job.out).config.seed == 9, "not begun yet"
+    (job.out / "config.toml").write_text(job.config_file.read_text())
+    assert Job.of(None, ["steps=9"], None, job.out).config.steps == 9
+    with pytest.raises(ConfigError, match="seed must stay"):
+        Job.of(None, ["seed=9"], None, job.out)
 
 
 def test_a_dry_run_where_there_is_no_slurm_is_a_script_that_says_so(tmp_path):
@@ -374,7 +419,7 @@ def test_nodes_that_do_not_see_the_run_folder_say_so(tmp_path, job, monkeypatch)
 def test_submitted_again_the_run_is_resumed(tmp_path, job):
     job.make()
     job.write()
-    (job.out / "config.toml").touch()
+    (job.out / "config.toml").write_text(job.config_file.read_text())
     code, _, calls = run_job(tmp_path, Job.of(None, [], None, job.out), "exit 0", WAITS)
     assert code == 0
     assert f"--resume {job.out}" in calls[-1]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from learner.group import LearnerGroup, Placement
 from learner.optimizer import even_part, overlap, owned
 from learner.parts import create, read_part, write_parts
 from learner.publisher import Publisher
+from learner.together import _read_shards
 
 WORKER = Path(__file__).with_name("sharded_worker.py")
 ALONE = LearnerGroup(Placement(0, 1, torch.device("cpu")), timeout_s=60)
@@ -84,6 +86,14 @@ def test_slices_of_the_ranks_make_up_the_vector_and_its_end_belongs_to_all():
     assert overlap(slice(0, 10), slice(6, 20)) == slice(6, 10)
     nothing = overlap(slice(0, 3), slice(5, 9))
     assert nothing.start == nothing.stop
+
+
+@pytest.mark.parametrize("shapes", [{"w": (8, 2)}, {"w": (2, 4)}, {"w": (4, 2), "b": (4,)}, {}])
+def test_a_file_of_another_critic_is_refused_though_a_part_of_it_would_fit(tmp_path, shapes):
+    create(tmp_path / "critic.safetensors", shapes)
+    parameters = SimpleNamespace(slots=lambda role: [SimpleNamespace(name="w", shape=(4, 2))], of=lambda role: [])
+    with pytest.raises(ConfigError, match="does not fit the critic"):
+        _read_shards(tmp_path / "critic.safetensors", parameters, "critic")
 
 
 def test_a_file_that_ranks_fill_is_what_safetensors_reads(tmp_path):

@@ -62,6 +62,12 @@ def made(tmp_path, config):
     return Run(tmp_path, config)
 
 
+def flip(path):
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
 def cut(path):
     os.truncate(path, path.stat().st_size - 100)
 
@@ -86,6 +92,9 @@ def test_the_newest_checkpoint_is_loaded(made):
     [
         (lambda folder: cut(folder / "optimizer.safetensors"), "optimizer.safetensors does not fit"),
         (lambda folder: cut(folder / "hf" / "model.safetensors"), "no causal language model can be loaded"),
+        (lambda folder: flip(folder / "optimizer.safetensors"), "optimizer.safetensors is not what was saved"),
+        (lambda folder: flip(folder / "hf" / "model.safetensors"), "model.safetensors is not what was saved"),
+        (lambda folder: (folder / "seal.json").write_text("{"), "seal.json is damaged"),
         (lambda folder: (folder / "ledger.json").unlink(), "no complete checkpoint: ledger.json missing"),
         (lambda folder: (folder / "groups.bin").write_bytes(b"\x01" * 9), "a file of the ledger is damaged"),
         (lambda folder: (folder / "trainer.json").write_text('{"step": 7'), "no complete checkpoint: trainer.json"),
