@@ -18,8 +18,8 @@ _WAITS: Mapping[tuple[str, str], tuple[str, str]] = {
         "use fewer ranks, or a faster link",
     ),
     ("learner", "publishing"): (
-        "the learner spent {share} of its time publishing weights",
-        "look at the disk and the link; a broadcast waits for the slowest engine, too",
+        "the learner spent {share} of its time publishing weights and logging",
+        "look at time/publish_s, the disk and the link; a broadcast waits for the slowest engine, too",
     ),
     ("learner", "checkpointing"): ("the learner spent {share} of its time on checkpoints", "raise checkpoint.every"),
     ("actors", "waiting_ticket"): (

@@ -48,9 +48,13 @@ def test_a_benchmark_that_is_ended_leaves_nothing(tmp_path: Path, number: signal
     before = segments()
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     child = subprocess.Popen([*_BENCH, *options], env=environment, stderr=subprocess.PIPE, text=True)
-    eventually(lambda: any(tmp_path.iterdir()), 40)
-    child.send_signal(number)
-    _, said = child.communicate(timeout=_LONGEST_S)
+    try:
+        eventually(lambda: any(tmp_path.iterdir()), 40)
+        child.send_signal(number)
+        _, said = child.communicate(timeout=_LONGEST_S)
+    finally:
+        child.kill()
+        child.wait(10)
     assert child.returncode == 128 + number
     assert "Traceback" not in said
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(("async-rl-bench", "tmp"))]
@@ -61,12 +65,16 @@ def test_a_benchmark_that_is_ended_leaves_nothing(tmp_path: Path, number: signal
 def test_a_benchmark_that_is_ended_takes_its_child_with_it() -> None:
     options = ["learner", "--case", "arithmetic", "--sequences", "16", "--repeats", "1000"]
     parent = subprocess.Popen([*_BENCH, *options], stderr=subprocess.DEVNULL)
-    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
-    eventually(lambda: children.read_text().split(), 40)
-    (pid,) = children.read_text().split()
-    parent.send_signal(signal.SIGTERM)
-    assert parent.wait(_LONGEST_S) == 128 + signal.SIGTERM
-    assert not Path(f"/proc/{pid}").exists()
+    try:
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        eventually(lambda: children.read_text().split(), 40)
+        (pid,) = children.read_text().split()
+        parent.send_signal(signal.SIGTERM)
+        assert parent.wait(_LONGEST_S) == 128 + signal.SIGTERM
+        assert not Path(f"/proc/{pid}").exists()
+    finally:
+        parent.kill()
+        parent.wait(10)
 
 
 def eventually(condition: Callable[[], object], timeout_s: float) -> None:
