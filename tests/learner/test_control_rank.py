@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import uuid
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,7 @@ from learner.group import LearnerGroup, Placement
 from learner.rank import Rank, run
 from learner.start import find_start
 
+RUN_ID = f"test-{uuid.uuid4().hex[:8]}"
 STATS = {"utilization": {"actors": 0.5, "learner": None}, "lengths": {}, "evals": []}
 EPISODES = {"episode/return": None, "episode/length": None, "episode/count": 0.0, "env_steps/generated": 64.0}
 
@@ -75,7 +77,7 @@ class Server:
     """Deals ``16 + step`` and remembers what it is told."""
 
     def __init__(self, next_step=0):
-        self.welcome = {"next_step": next_step, "run_id": "test-control-rank", "epoch": 0}
+        self.welcome = {"next_step": next_step, "run_id": RUN_ID, "epoch": 0}
         self.published, self.sent = [], []
 
     def request(self, kind, answer, deadline_s=None, give_up=lambda: False, **fields):
@@ -128,7 +130,7 @@ def play(tmp_path):
         return made[-1], server
 
     yield run_rank
-    unlink_run("test-control-rank")
+    unlink_run(RUN_ID)
 
 
 def test_a_domain_is_trained_published_logged_and_saved(tmp_path, play):

@@ -1,5 +1,6 @@
 """PPO with a critic: a whole step against torch's own parts; values, checkpoints and what is published."""
 
+import uuid
 from dataclasses import replace
 
 import numpy as np
@@ -96,7 +97,7 @@ def test_a_value_head_soon_predicts_what_the_prompt_tells(make_updater, make_gro
 def test_the_policy_alone_is_published_under_its_own_names(make_updater):
     updater = make_updater(algorithm={"name": "ppo", "critic": "model"})
     updater.flat.data.add_(0.01)
-    publisher = Publisher("test-critic", updater.flat.slots("policy"), 4 << 20)
+    publisher = Publisher(f"test-{uuid.uuid4().hex[:8]}", updater.flat.slots("policy"), 4 << 20)
     try:
         manifest = publisher.publish(updater.flat.data, 0, evaluated=False)
         assert [t.name for t in manifest.tensors] == [name for name, _ in updater.networks.policy.named_parameters()]

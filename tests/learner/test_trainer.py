@@ -1,6 +1,7 @@
 """The loop of a rank against a scripted server: versions, books, stop, checkpoints, resume, and what ends a run."""
 
 import json
+import uuid
 
 import numpy as np
 import pytest
@@ -101,8 +102,9 @@ class ScriptedServer:
 
 @pytest.fixture
 def run_id():
-    yield "test-trainer"
-    unlink_run("test-trainer")
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    yield name
+    unlink_run(name)
 
 
 def start(tmp_path, server, model, run_id, resume=None, terminated=lambda: False, **changes):
