@@ -109,7 +109,7 @@ def build_micro_batches(
         assert plan is not None
         yield _pad(sequences, signals, plan.layout, first, last, device)
     for _ in range(count - len(bounds) + 1):
-        yield _empty(device)
+        yield _zeros(0, ["advantages_M"], device)
 
 
 def _pad(
@@ -155,23 +155,6 @@ def _pad(
     return MicroBatch(**tensors, **known, num_sequences=len(present_S))
 
 
-def _empty(device: torch.device) -> MicroBatch:
-    whole, real = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, device=device)
-    return MicroBatch(
-        inputs_RL=whole.view(0, 0),
-        source_N=whole,
-        targets_N=whole,
-        reads_M=whole,
-        index_M=whole,
-        sequence_M=whole,
-        num_sequences=0,
-        behaviour_logprobs_M=real,
-        advantages_M=real,
-        sequence_lengths_M=real,
-        ages_M=whole,
-    )
-
-
 def _ranges(starts: Ints, lengths: Ints) -> Ints:
     """Concatenation of ``arange(start, start + length)``."""
     before = np.cumsum(lengths) - lengths
@@ -186,17 +169,22 @@ def make_filler(known: Collection[str], device: torch.device) -> MicroBatch:
         known: names of the signals of the real ones: what is known there is not forwarded here, either.
         device: where the tensors go.
     """
-    zero, real = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
+    return _zeros(1, known, device)
+
+
+def _zeros(count: int, known: Collection[str], device: torch.device) -> MicroBatch:
+    """No token, or one, of which all signals are zero and which counts for no sequence."""
+    whole, real = torch.zeros(count, dtype=torch.int64, device=device), torch.zeros(count, device=device)
     return MicroBatch(
-        inputs_RL=zero.view(1, 1),
-        source_N=zero,
-        targets_N=zero,
-        reads_M=zero,
-        index_M=zero,
-        sequence_M=zero,
+        inputs_RL=whole.view(count, count),
+        source_N=whole,
+        targets_N=whole,
+        reads_M=whole,
+        index_M=whole,
+        sequence_M=whole,
         num_sequences=0,
         behaviour_logprobs_M=real,
         sequence_lengths_M=torch.ones_like(real),
-        ages_M=zero,
+        ages_M=whole,
         **dict.fromkeys(known, real),
     )
